@@ -1,0 +1,91 @@
+"""ModelConfig: everything GPT() needs to know, checked once."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from model.attention import available
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a GPT. Frozen; a wrong value is refused here, with the choices."""
+
+    n_layer: int = 4
+    """Number of blocks."""
+    n_head: int = 4
+    """Number of query heads in a layer."""
+    n_kv_head: int = 0
+    """Number of key-value heads (grouped-query attention); 0 means n_head. Must divide n_head."""
+    n_embd: int = 128
+    """Width of the residual stream; n_head must divide it."""
+    block_size: int = 128
+    """Longest context in tokens."""
+    vocab_size: int = 0
+    """Rows of the embedding; 0 takes the tokenizer's. More rows are padding that is never sampled."""
+    attention: str = "flash"
+    """Attention path: a file of model/attention/."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation of the residual stream."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Before each sub-layer (GPT-2) or after its addition (Vaswani et al. 2017)."""
+    mlp: Literal["gelu", "relu2", "swiglu", "none"] = "gelu"
+    """Feed-forward of a block; none makes an attention-only model."""
+    position: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"
+    """How the order of tokens enters."""
+    rope_base: float = 10000.0
+    """Base of the rotation frequencies (position = rope)."""
+    qk_norm: bool = False
+    """Scale each query and key to unit root-mean-square before the scores."""
+    bias: bool = False
+    """Bias in linear layers and LayerNorm."""
+    tied_head: bool = True
+    """The output head is the transposed token embedding."""
+    dropout: float = 0.0
+    """Share dropped of embeddings and of each sub-layer's output, in training."""
+    attention_dropout: float = 0.0
+    """Share dropped of the attention weights, in training; leaves the fused kernel on CPU."""
+    attention_softcap: float = 0.0
+    """c > 0 bounds attention scores by c·tanh(s/c); 0 is off."""
+    logit_softcap: float = 0.0
+    """c > 0 bounds the logits by c·tanh(l/c); 0 is off."""
+    causal: bool = True
+    """False lets every position see all (encoder form); such a model cannot be trained on next tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("vocab_size", "n_kv_head"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be 0 or more")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        for name in ("attention_softcap", "logit_softcap"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be 0 (off) or positive")
+        if not 1 < self.rope_base < math.inf:
+            raise ValueError(f"model.rope_base is {self.rope_base}; it must be above 1")
+        if self.n_embd % self.n_head:
+            sizes = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
+            nearest = sorted(sorted(sizes, key=lambda n: abs(n - self.n_head))[:4])
+            raise ValueError(
+                f"model.n_embd {self.n_embd} / model.n_head {self.n_head} is no whole head_dim; "
+                f"n_head could be {', '.join(map(str, nearest))}"
+            )
+        if self.n_head % self.kv_heads:
+            raise ValueError(f"model.n_kv_head {self.n_kv_head} must divide model.n_head {self.n_head}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"model.position rope needs an even head_dim; n_embd / n_head is {self.head_dim}")
+        if self.attention not in available():
+            raise ValueError(f"model.attention is {self.attention!r}; choose one of: {', '.join(available())}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """G, the number of key-value heads."""
+        return self.n_kv_head or self.n_head

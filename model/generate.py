@@ -1,0 +1,105 @@
+"""Sampling: filter the next-token distribution, draw, append, repeat."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How a token is drawn. The filters apply in the order temperature, top-k, top-p, min-p."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2020)."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the likeliest one's probability (Nguyen et al. 2024)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
+        if self.top_k < 0:
+            raise ValueError(f"top-k is {self.top_k}; it must be 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p is {self.top_p}; it must be above 0 and at most 1 (all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min-p is {self.min_p}; it must be from 0 (all tokens) to 1")
+
+
+def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """(B, V) -> (B, V): -inf for the tokens that must not be drawn. At least one token of each row stays."""
+    if config.temperature > 0:
+        logits = logits / config.temperature
+    if 0 < config.top_k < logits.shape[-1]:
+        kth = logits.topk(config.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if config.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        # A token goes when those before it already reach p; the first one never goes.
+        reached = probabilities.cumsum(-1) - probabilities >= config.top_p
+        logits = logits.masked_fill(reached.scatter(-1, order, reached), -math.inf)
+    if config.min_p > 0:
+        probabilities = logits.softmax(-1)
+        floor = config.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < floor, -math.inf)
+    return logits
+
+
+def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator | None = None) -> Tensor:
+    """(B, V) logits -> (B,) token ids."""
+    if config.temperature == 0:
+        return logits.argmax(-1)
+    probabilities = filter_logits(logits.float(), config).softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+
+
+def context_start(n_tokens: int, block_size: int) -> int:
+    """Where the context of the next token begins, after n_tokens.
+
+    A full context is cut to its newer half, and then grows again: with a cache that costs one pass over half a
+    context every half context, and the policy depends on n_tokens alone, so that decoding with and without a cache
+    sees the same context.
+    """
+    if n_tokens <= block_size:
+        return 0
+    step = max(1, block_size // 2)
+    return -(-(n_tokens - block_size) // step) * step
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    tokens: Tensor,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    n_valid_tokens: int,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+) -> Iterator[Tensor]:
+    """Yields max_new_tokens times the next token of each row, (B,).
+
+    tokens (B, T) int64 with T ≥ 1. Ids from n_valid_tokens on are rows that pad the vocabulary; they are never drawn.
+    """
+    if tokens.shape[1] == 0:
+        raise ValueError("the prompt has no tokens; at least one is needed to continue from")
+    start, cache = -1, None
+    for _ in range(max_new_tokens):
+        new_start = context_start(tokens.shape[1], model.config.block_size)
+        if cache is None or new_start != start:
+            start, cache = new_start, model.new_cache() if use_cache else None
+            unseen = tokens[:, start:]
+        logits = model(unseen, cache=cache)[:, -1, :n_valid_tokens]  # (B, V)
+        next_token = draw(logits, sampling, generator)
+        yield next_token
+        unseen = next_token[:, None]
+        tokens = torch.cat((tokens, unseen), dim=1)

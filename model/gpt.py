@@ -1,0 +1,87 @@
+"""GPT: token embedding, blocks, final norm, head."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from model.block import Block
+from model.cache import DecodingCache
+from model.config import ModelConfig
+from model.norm import build_norm
+from model.position import sinusoidal
+
+
+class GPT(nn.Module):
+    """tokens (B, T) int64 -> logits (B, T, V).
+
+    B batch, T tokens, C = n_embd, V = vocab_size. Logits are float32, or float64 for a float64 model.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size < 1:
+            raise ValueError("model.vocab_size is 0; a GPT needs the size of its tokenizer's vocabulary")
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.position == "learned":
+            self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        # Post-norm blocks end in a norm of their own.
+        self.final_norm = build_norm(config) if config.norm_placement == "pre" else nn.Identity()
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.lm_head.weight = self.token_embedding.weight
+        self.apply(_initialise)
+        for name, weight in self.named_parameters():
+            # 2·n_layer terms are summed in the residual stream; this keeps its variance near one (GPT-2, section 2.3).
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.n_layer))
+
+    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cache: DecodingCache | None = None) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V).
+
+        positions (T,) default to the T places after those that `cache` has seen.
+        ValueError when the context is longer than block_size.
+        """
+        n_before = 0 if cache is None else cache.n_tokens
+        if n_before + tokens.shape[1] > self.config.block_size:
+            raise ValueError(
+                f"{n_before + tokens.shape[1]} tokens are more than model.block_size {self.config.block_size}"
+            )
+        if positions is None:
+            positions = torch.arange(n_before, n_before + tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens)  # (B, T, C)
+        if self.config.position == "learned":
+            x = x + self.position_embedding(positions)
+        elif self.config.position == "sinusoidal":
+            x = x + sinusoidal(positions, self.config.n_embd).to(x.dtype)
+        x = self.dropout(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, positions=positions, cache=None if cache is None else cache.layers[i])
+        if cache is not None:
+            cache.n_tokens += tokens.shape[1]
+        return self.logits(self.final_norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Unembeds normalised positions: (B, T, C) -> (B, T, V)."""
+        logits = self.lm_head(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+    def new_cache(self) -> DecodingCache:
+        """An empty cache for one context of at most block_size tokens."""
+        return DecodingCache(self.config.n_layer, self.config.block_size)
+
+    def n_parameters(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,60 @@
+"""Causal multi-head attention from scratch: project, split into heads, attend along a path, join, project back."""
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import build, require
+from model.attention.mask import MaskRule
+from model.cache import LayerCache
+from model.config import ModelConfig
+from model.norm import rms_normalise
+from model.position import rotate
+
+
+class MultiHeadAttention(nn.Module):
+    """x (B, T, C) -> (B, T, C).
+
+    The path is a submodule that sees q, k and v exactly as its kernel does (after QK-norm and RoPE) and returns the
+    output of each head, so a forward hook on it is all that a probe needs.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, kv_width = config.n_embd, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(width, width, bias=config.bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.bias)
+        self.o_proj = nn.Linear(width, width, bias=config.bias)
+        self.path = build(
+            config.attention,
+            dropout=config.attention_dropout,
+            softcap=config.attention_softcap,
+            alibi=config.position == "alibi",
+        )
+        self.rule = MaskRule(causal=config.causal)
+        require(self.path, self.rule.words())
+
+    def forward(self, x: Tensor, *, positions: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """positions (T,) are the places of the T tokens in the whole context."""
+        q = self.split_heads(self.q_proj(x))  # (B, H, T, D)
+        k = self.split_heads(self.k_proj(x))  # (B, G, T, D)
+        v = self.split_heads(self.v_proj(x))
+        if self.config.qk_norm:
+            q, k = rms_normalise(q), rms_normalise(k)
+        if self.config.position == "rope":
+            q, k = (rotate(part, positions, self.config.rope_base) for part in (q, k))
+        with torch.autocast(x.device.type, enabled=False):
+            if cache is None:
+                out = self.path(q, k, v, rule=self.rule)
+            else:
+                out = self.path.decode(q, k, v, rule=self.rule, cache=cache)
+        return self.o_proj(self.join_heads(out))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, T, H·D) -> (B, H, T, D)"""
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def join_heads(self, out: Tensor) -> Tensor:
+        """(B, H, T, D) -> (B, T, H·D): the heads side by side"""
+        return out.transpose(1, 2).flatten(2)

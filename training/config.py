@@ -1,0 +1,230 @@
+"""The configuration tree: frozen dataclasses, TOML files over defaults, flags over files. Imports no torch."""
+
+import dataclasses
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from data.config import DataConfig
+from model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where and on what a run happens."""
+
+    dir: str = "runs/default"
+    """Run directory: checkpoints, config, metrics and pictures."""
+    seed: int = 1337
+    """Seeds the parameters, the order of data and dropout."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps; auto takes the first there is of cuda, mps, cpu."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Autocast type; auto takes bfloat16 where the device computes in it. float16 is for CUDA."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile; auto compiles on CUDA only, where it pays for itself."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Continue from the run directory's checkpoint if there is one; never: move that run aside; must: refuse to start
+    afresh."""
+
+    def __post_init__(self) -> None:
+        if not self.dir.strip():
+            raise ValueError("run.dir is empty; name a directory such as runs/first")
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
+            raise ValueError(f"run.device is {self.device!r}; choose auto, cpu, cuda, cuda:N or mps")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"run.seed is {self.seed}; it must be from 0 to 2^63 - 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How a gradient becomes an update."""
+
+    name: Literal["adamw"] = "adamw"
+    """Update rule (Loshchilov & Hutter 2019)."""
+    learning_rate: float = 1e-3
+    """Peak, reached after warm-up."""
+    warmup_steps: int = 50
+    """Steps of linear rise to the peak."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the way down from the peak to final_fraction of it at max_steps."""
+    decay_fraction: float = 1.0
+    """Share of the steps after warm-up that the way down takes; before it the rate stays at its peak."""
+    final_fraction: float = 0.0
+    """Learning rate at the last step, as a share of the peak."""
+    beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    beta2: float = 0.99
+    """Decay of the mean of squared gradients."""
+    weight_decay: float = 0.1
+    """Decoupled decay, of matrices only."""
+    grad_clip: float = 1.0
+    """Largest norm of the whole gradient; 0 is off."""
+
+    def __post_init__(self) -> None:
+        _check_range("optimizer", self, {"learning_rate": "above 0"}, lambda x: 0 < x < math.inf)
+        _check_range("optimizer", self, {"decay_fraction": "above 0, at most 1"}, lambda x: 0 < x <= 1)
+        _check_range("optimizer", self, {"final_fraction": "from 0 to 1"}, lambda x: 0 <= x <= 1)
+        _check_range("optimizer", self, dict.fromkeys(("beta1", "beta2"), "0 or more, below 1"), lambda x: 0 <= x < 1)
+        names = ("warmup_steps", "weight_decay", "grad_clip")
+        _check_range("optimizer", self, dict.fromkeys(names, "0 or more"), lambda x: 0 <= x < math.inf)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, in what portions, and what is done at which intervals. A step is one optimizer step."""
+
+    max_steps: int = 1000
+    """Steps of the whole run; the schedule ends here."""
+    stop_at: int = 0
+    """Stop cleanly after this step, with the schedule of max_steps; 0 runs to max_steps."""
+    batch_size: int = 32
+    """Sequences in a step, over all micro-steps and processes."""
+    micro_batch_size: int = 0
+    """Sequences that one process computes at once; gradients accumulate over micro-steps. 0: its whole share."""
+    log_interval: int = 10
+    """Steps between rows of metrics.jsonl."""
+    eval_interval: int = 100
+    """Steps between validations; the last step is always validated."""
+    eval_tokens: int = 0
+    """Validate on the first so many tokens of the validation split; 0 takes all of it."""
+    checkpoint_interval: int = 100
+    """Steps between checkpoints; the last step is always saved."""
+
+    def __post_init__(self) -> None:
+        positive = ("max_steps", "batch_size", "log_interval", "eval_interval", "checkpoint_interval")
+        _check_range("train", self, dict.fromkeys(positive, "at least 1"), lambda x: x >= 1)
+        others = ("stop_at", "micro_batch_size", "eval_tokens")
+        _check_range("train", self, dict.fromkeys(others, "0 or more"), lambda x: x >= 0)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the loop ends."""
+        return min(self.stop_at or self.max_steps, self.max_steps)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown and kept of a run, besides metrics.jsonl, which is always written."""
+
+    progress: bool = True
+    """Show a progress bar."""
+    sample_tokens: int = 200
+    """Length of the sample printed at the end; 0 prints none."""
+    sample_prompt: str = "\n"
+    """What the sample continues."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: offline writes below the run directory, online sends (needs the extra `wandb`)."""
+    wandb_project: str = "glassgpt"
+    """Project that wandb files the run under."""
+
+    def __post_init__(self) -> None:
+        _check_range("log", self, {"sample_tokens": "0 or more"}, lambda x: x >= 0)
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """What is looked at when training ends."""
+
+    text: str = ""
+    """Text whose attention is drawn into attention.png; empty takes the start of the validation split."""
+    max_tokens: int = 48
+    """The picture shows at most so many tokens of it; 0 draws no picture."""
+
+    def __post_init__(self) -> None:
+        _check_range("probe", self, {"max_tokens": "0 or more"}, lambda x: x >= 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain nested dict, as TOML files and checkpoints hold it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, dict[str, Any]]) -> "Config":
+        """Inverse of to_dict. ValueError for a section, key or value that this version does not know."""
+        try:
+            return cls(**{f.name: f.default_factory(**values[f.name]) for f in dataclasses.fields(cls)})  # type: ignore[misc]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this configuration is not one of this version of glassgpt: {error}") from error
+
+    def to_toml(self) -> str:
+        """The text of a configuration file that gives this configuration."""
+        sections = [
+            f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+            for section, values in self.to_dict().items()
+        ]
+        return "\n".join(sections)
+
+
+def parse_arguments(argv: Sequence[str], prog: str) -> Config:
+    """`FILE.toml … --section.key value …` -> Config: later files win over earlier ones, flags over files.
+
+    Exits with code 2 and a message on stderr for unknown keys and flags (with the nearest names) and for values out of
+    range; with code 0 for --help, which shows the files' values as defaults.
+    """
+    n_files = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    config = Config()
+    for file in argv[:n_files]:
+        try:
+            config = _parse(_as_flags(Path(file)), config, prog=f"{prog} {file}")
+        except SystemExit:
+            print(f"{prog}: the mistake above is in {file}", file=sys.stderr)
+            raise
+    return _parse(argv[n_files:], config, prog=prog)
+
+
+def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
+    # Booleans are written out (--model.bias True), so that files and flags say the same.
+    return tyro.cli(
+        tyro.conf.FlagConversionOff[Config],
+        args=list(arguments),
+        default=default,
+        prog=prog,
+        use_underscores=True,
+        description="Trains a GPT. Before the flags name any number of TOML files, such as configs/quick.toml.",
+    )
+
+
+def _as_flags(file: Path) -> list[str]:
+    """The settings of a TOML file as command-line flags, so that both are checked by one parser."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(sorted(str(path) for path in Path("configs").glob("*.toml"))) or "none"
+        raise ValueError(f"cannot read {file} ({error.strerror}); configurations here: {known}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no valid TOML: {error}") from error
+    flags: list[str] = []
+    for section, values in table.items():
+        if not isinstance(values, dict):
+            raise ValueError(f"{file}: {section} = … stands outside a section; sections are [run], [model], …")
+        for key, value in values.items():
+            flags += [f"--{section}.{key}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
+
+
+def _check_range(section: str, config: Any, needs: dict[str, str], is_valid: Any) -> None:
+    for name, need in needs.items():
+        value = getattr(config, name)
+        if not is_valid(value):
+            raise ValueError(f"{section}.{name} is {value}; it must be {need}")

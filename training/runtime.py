@@ -1,0 +1,107 @@
+"""What the run stands on: device, number type, processes, seeds."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from training.config import RunConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """device and dtype (of autocast), and this process's place among world_size."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def autocast(self) -> AbstractContextManager:
+        """Matrix products in `dtype`; float32 is left alone."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the processes."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main process runs the body before the others do, which then find what it left in the cache."""
+        if self.world_size > 1 and not self.is_main:
+            dist.barrier()
+        yield
+        if self.world_size > 1 and self.is_main:
+            dist.barrier()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start(config: RunConfig) -> Runtime:
+    """Chooses device and dtype, joins the process group that torchrun announces, seeds torch.
+
+    ValueError when the device or the dtype is not to be had, naming what is.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = choose_device(config.device)
+    if world_size > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
+    # Parameters must not depend on the rank; what follows them (dropout) must: seed_rank.
+    torch.manual_seed(config.seed)
+    return Runtime(device, choose_dtype(config.dtype, device), rank, world_size)
+
+
+def seed_rank(config: RunConfig, runtime: Runtime) -> None:
+    """Gives each process a random stream of its own, after the parameters were drawn alike on all."""
+    if runtime.rank:
+        torch.manual_seed(config.seed + runtime.rank)
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: the first there is of cuda, mps, cpu."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, is_there in there.items() if is_there)
+    device = torch.device(name)
+    n_cuda = torch.cuda.device_count() if there["cuda"] else 0
+    if not there[device.type] or (device.type == "cuda" and (device.index or 0) >= n_cuda):
+        choices = ", ".join(kind for kind, is_there in there.items() if is_there)
+        raise ValueError(f"run.device {name} is not on this machine; choose one of: auto, {choices}")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the device has instructions for it, else float16 on CUDA and float32 elsewhere."""
+    if name == "float16" and device.type != "cuda":
+        raise ValueError(f"run.dtype float16 is for cuda; on {device.type} choose bfloat16 or float32")
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return torch.bfloat16
+    return torch.float32

@@ -1,0 +1,1 @@
+"""Looking at what attention does. Each file is one probe; record.py holds the record that they read."""

@@ -1,0 +1,175 @@
+"""Capture: one pass of the model on its own attention path, watched by ordinary forward hooks."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import GPT, ModelConfig
+from model.attention.path import AttentionPath, alibi_slopes
+from probes.record import AttentionRecord, LayerInfo, RecordInfo
+
+_VERIFIED_ROWS = 8192  # per head; a longer text is verified at evenly spaced rows
+
+
+def capture(
+    model: GPT,
+    tokens: Tensor | Sequence[int],
+    *,
+    layers: Sequence[int] | None = None,
+    values: bool = False,
+    token_bytes: Sequence[bytes] | None = None,
+    dtype: str = "float32",
+    step: int = 0,
+    checkpoint_hash: str = "",
+) -> AttentionRecord:
+    """The attention record of one text: tokens (T,) or (1, T), at most block_size of them.
+
+    layers: which to keep; None keeps all. values: keep v too. token_bytes: the UTF-8 bytes of each token, for labels.
+    dtype: float32 runs in the model's own dtype, bfloat16 and float16 under autocast, as in training.
+
+    The model is in eval mode while it runs. Each layer is verified as it passes: rows rebuilt from q, k and the
+    log-sum-exp must sum to one, and applied to v must give the output of the kernel. ValueError with layer, head, row
+    and deviation when they do not, and for bad tokens or layers.
+    """
+    device = model.token_embedding.weight.device
+    ids = torch.as_tensor(tokens, device=device).reshape(1, -1)  # (1, T)
+    chosen = _chosen_layers(model.config, layers)
+    _check_tokens(model.config, ids)
+    info = _describe(model, ids, token_bytes, step, checkpoint_hash)
+    kept: dict[str, Tensor] = {}
+    infos: list[LayerInfo] = []
+
+    def hook_for(layer: int) -> Any:
+        def hook(path: AttentionPath, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+            q, k, v = args
+            layer_info = _layer_info(layer, path, q, k, v, kwargs["rule"])
+            parts = {"q": q, "k": k, "lse": path.log_sum_exp(q, k, rule=kwargs["rule"]).float(), "v": v}
+            tensors = {f"layers.{layer}.{name}": part[0].cpu().contiguous() for name, part in parts.items()}
+            here = replace(info, layers=(layer_info,), dtype=str(q.dtype).removeprefix("torch."))
+            _verify(AttentionRecord(here, tensors), layer, out[0].cpu())
+            if not values:
+                del tensors[f"layers.{layer}.v"]
+            infos.append(layer_info)
+            kept.update(tensors)
+
+        return hook
+
+    paths = {i: attention_path(model, i) for i in chosen}
+    handles = [path.register_forward_hook(hook_for(i), with_kwargs=True) for i, path in paths.items()]
+    was_training = model.training
+    low_precision = dtype in ("bfloat16", "float16")
+    try:
+        model.eval()
+        with torch.no_grad(), torch.autocast(device.type, getattr(torch, dtype), enabled=low_precision):
+            model(ids)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    kept_dtype = str(kept[f"layers.{chosen[0]}.q"].dtype).removeprefix("torch.")
+    return AttentionRecord(replace(info, layers=tuple(infos), dtype=kept_dtype), kept)
+
+
+def estimate(
+    config: ModelConfig, n_tokens: int, *, n_layers: int | None = None, values: bool = False, dtype: str = "float32"
+) -> int:
+    """Bytes of the record of a text, before anything runs. n_layers: how many layers are kept; None is all."""
+    n_layers = config.n_layer if n_layers is None else n_layers
+    heads = config.n_head + config.kv_heads * (2 if values else 1)  # q, k and v
+    row = heads * config.head_dim * getattr(torch, dtype).itemsize + config.n_head * 4  # and lse
+    return n_layers * (n_tokens * row + 1024) + n_tokens * 32 + 4096  # names and token texts
+
+
+def working_memory(config: ModelConfig, n_tokens: int) -> int:
+    """Bytes that the pass itself needs besides the record, roughly: the residual stream, one layer's widest
+    activations and the logits of every position."""
+    widest = max(12 * config.n_embd, 2 * config.vocab_size)
+    return 4 * n_tokens * (4 * config.n_embd + widest)
+
+
+def attention_path(model: GPT, layer: int) -> AttentionPath:
+    """The attention path of a layer: the module to hook."""
+    path = model.get_submodule(f"blocks.{layer}.attn.path")
+    assert isinstance(path, AttentionPath)
+    return path
+
+
+def _chosen_layers(config: ModelConfig, layers: Sequence[int] | None) -> list[int]:
+    if layers is None:
+        return list(range(config.n_layer))
+    for layer in layers:
+        if not 0 <= layer < config.n_layer:
+            raise ValueError(f"layer {layer} does not exist; choose 0..{config.n_layer - 1}")
+    if not layers:
+        raise ValueError("no layers chosen; a record needs at least one")
+    return sorted(set(layers))
+
+
+def _check_tokens(config: ModelConfig, ids: Tensor) -> None:
+    n_tokens = ids.shape[1]
+    if n_tokens == 0:
+        raise ValueError("the text is empty; at least one token is needed")
+    if n_tokens > config.block_size:
+        raise ValueError(f"the text has {n_tokens} tokens; this model reads at most {config.block_size} (block_size)")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= config.vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is outside the vocabulary 0..{config.vocab_size - 1}")
+
+
+def _describe(
+    model: GPT, ids: Tensor, token_bytes: Sequence[bytes] | None, step: int, checkpoint_hash: str
+) -> RecordInfo:
+    token_ids = tuple(ids[0].tolist())
+    parts = (b"",) * len(token_ids) if token_bytes is None else tuple(token_bytes)
+    if len(parts) != len(token_ids):
+        raise ValueError(f"{len(parts)} byte strings for {len(token_ids)} tokens")
+    return RecordInfo(
+        token_ids=token_ids,
+        token_texts=tuple(part.decode("utf-8", "replace") for part in parts),
+        token_bytes=parts,
+        text_hash=hashlib.sha256(b"".join(parts)).hexdigest(),
+        model=asdict(model.config),
+        step=step,
+        checkpoint_hash=checkpoint_hash,
+        dtype="",
+        layers=(),
+        versions={name: version(name) for name in ("torch", "safetensors")},
+    )
+
+
+def _layer_info(index: int, path: AttentionPath, q: Tensor, k: Tensor, v: Tensor, rule: Any) -> LayerInfo:
+    if "log_sum_exp" not in path.supports:
+        raise ValueError(f"attention path {path.name!r} has no log-sum-exp; a record needs one")
+    slopes = tuple(alibi_slopes(q.shape[1], torch.float32, q.device).tolist()) if path.alibi else None
+    followed = path.rule_for(rule)
+    if followed.documents is not None:
+        followed = replace(followed, documents=followed.documents.cpu())
+    kernel = path.kernel(q, k, v, rule=rule)
+    return LayerInfo(index, path.name, kernel, float(path.scale_for(q)), followed, float(path.softcap), slopes)
+
+
+def _verify(record: AttentionRecord, layer: int, out: Tensor) -> None:
+    """ValueError unless every row sums to one (row_blocks sees to it) and weights @ v is the kernel's output.
+
+    The second catches a forward pass that disagrees with its own log-sum-exp: a record of a map nobody used.
+    """
+    values = record.tensor(layer, "v").float()  # (G, T, D)
+    # The fused kernels round weights and output to the dtype of v: two roundings of at most one unit each.
+    limit = max(1e-4, 2 * torch.finfo(out.dtype).eps) * max(1.0, float(values.abs().max()))
+    for head in range(record.n_head):
+        v = values[head // (record.n_head // record.n_kv_head)]  # (T, D)
+        for rows, weights in record.row_blocks(layer, head, at_most=_VERIFIED_ROWS):
+            deviation = (weights @ v - out[head, rows].float()).abs().amax(-1)  # (rows,)
+            if not deviation.max() <= limit:
+                row = int(deviation.nan_to_num(float("inf")).argmax())
+                raise ValueError(
+                    f"layer {layer} head {head} row {rows.start + row}: the recorded weights give an output that is "
+                    f"{float(deviation[row]):.1e} from the kernel's (limit {limit:.1e}); forward and log_sum_exp of "
+                    f"path {record.layer_info(layer).path!r} disagree"
+                )

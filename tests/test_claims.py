@@ -1,6 +1,7 @@
 """Every claim of the chapter on self-attention, with the chapter's numbers. Where the chapter is loose, the docstring
 states the exact form that is tested. The numbers follow the chapter; the sections are the order of its account."""
 
+import itertools
 import math
 
 import torch
@@ -78,7 +79,7 @@ def test_claim_03_three_projections():
 
 def test_claim_04_score_variance_is_the_head_dimension():
     """d_k = 64: the standard deviation of q·k is 8, and 1 after division by √d_k (here within 2 %: 10⁵ draws have a
-    relative standard error of about 0.3 %)."""
+    relative standard error of about 0.2 %)."""
     q, k = torch.randn(2, 100_000, 1, 1, 64)
     rows = torch.zeros(1, dtype=torch.long)
     for scale, deviation in ((1.0, 8.0), (None, 1.0)):
@@ -142,13 +143,12 @@ def test_claim_07_causal_mask_before_softmax():
     torch.testing.assert_close(weights.sum(-1), ones)
     masked_after = unmasked.tril().sum(-1)
     assert (masked_after[..., :-1] < 1).all()
-    torch.testing.assert_close(masked_after / masked_after, ones)
     torch.testing.assert_close(unmasked.tril() / masked_after[..., None], weights)  # renormalised it is the same
     assert (unmasked > 0).all()
 
 
 def test_claim_07_the_future_changes_no_earlier_output():
-    """In the whole model: changing token t leaves every logit before t as it was, bit for bit, and changes that of t."""
+    """In the whole model: changing token t leaves every logit before t alone, bit for bit, and changes that of t."""
     for attention in ("reference", "flash"):
         model = GPT(tiny(n_layer=2, attention=attention)).eval()
         tokens = torch.randint(10, (1, 12))
@@ -292,15 +292,16 @@ def test_claim_12_weights_are_no_reliable_account_of_the_decision():
 
 
 def test_claim_13_a_tiny_weight_still_changes_the_output():
-    """An edge of weight below 1 % moves the output by more than the edge of weight above 90 % does."""
+    """An edge of weight below 1 % beside one above 90 %: its value is large, and without it the output, 0.9, is gone."""
     q = torch.tensor([1.0]).view(1, 1, 1, 1)
     k = torch.tensor([0.0, 2.2, 7.0]).view(1, 1, 3, 1)
     v = torch.tensor([1000.0, 0.0, 0.0]).view(1, 1, 3, 1)
     weights, effects = knock_out_effects(q, k, v)
     assert weights[0] < 0.01
     assert weights[2] > 0.9
-    torch.testing.assert_close(effects[0], 1000 * weights[0])  # all of the output came through it
-    assert effects[0] > 0.5
+    out = build("reference")(q, k, v, rule=MaskRule())[0, 0, -1, 0]
+    assert 0.5 < out < 1
+    torch.testing.assert_close(effects[0], out)
 
 
 def test_claim_14_no_built_in_order():
@@ -350,7 +351,7 @@ def test_claim_15_cost_of_the_explicit_map_is_quadratic():
         with FlopCounterMode(display=False) as counter:
             path(q, k, v, rule=MaskRule())
         costs.append((path.weights(q, k, rule=MaskRule()).numel(), counter.get_total_flops()))
-    for smaller, larger in zip(costs, costs[1:], strict=False):
+    for smaller, larger in itertools.pairwise(costs):
         assert [b / a for a, b in zip(smaller, larger, strict=True)] == [4, 4]
 
 
@@ -366,7 +367,7 @@ def test_claim_16_heads_can_be_previous_token_long_distance_and_uniform():
     """Hand-set queries and keys make the three kinds of head that the chapter names."""
     n = 16
     places = torch.eye(n, dtype=torch.float64)
-    previous = 100 * places.roll(-1, dims=0)  # the query of i is the key of i - 1
+    previous = 100 * places.roll(1, dims=0)  # the query of i is the key of i - 1
     previous[0] = 100 * places[0]
     first = 100 * places[:1].expand(n, n)
     q = torch.stack((previous, first, torch.zeros(n, n, dtype=torch.float64)))[None]

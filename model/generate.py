@@ -2,36 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from model.config import SamplingConfig
 from model.gpt import GPT
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How a token is drawn. The filters apply in the order temperature, top-k, top-p, min-p."""
-
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2020)."""
-    min_p: float = 0.0
-    """Keep tokens of at least this share of the likeliest one's probability (Nguyen et al. 2024)."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (the likeliest token) or more")
-        if self.top_k < 0:
-            raise ValueError(f"top-k is {self.top_k}; it must be 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p is {self.top_p}; it must be above 0 and at most 1 (all tokens)")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min-p is {self.min_p}; it must be from 0 (all tokens) to 1")
 
 
 def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:

@@ -3,21 +3,28 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import ParamSpec
+
+_Arguments = ParamSpec("_Arguments")
 
 
-def exit_on_user_error(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
-    """Wraps a script's main(argv): ValueError becomes one line on stderr and code 2, Ctrl-C code 130.
+def exit_on_user_error(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
+    """Wraps a script's main: ValueError and OSError become one line on stderr and code 2, Ctrl-C code 130.
 
     GLASSGPT_DEBUG=1 in the environment shows the traceback instead.
     """
 
     @functools.wraps(main)
-    def wrapped(argv: Sequence[str] | None = None) -> int:
+    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> int:
         script = os.path.basename(sys.modules[main.__module__].__file__ or main.__module__)
         try:
-            return main(argv)
-        except ValueError as error:
+            return main(*args, **kwargs)
+        except BrokenPipeError:
+            # The reader of our output (head, less) has gone; Python would complain once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except (ValueError, OSError) as error:
             if os.environ.get("GLASSGPT_DEBUG"):
                 raise
             print(f"{script}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -25,9 +32,5 @@ def exit_on_user_error(main: Callable[[Sequence[str] | None], int]) -> Callable[
         except KeyboardInterrupt:
             print(f"{script}: interrupted", file=sys.stderr)
             return 130
-        except BrokenPipeError:
-            # The reader of our output (head, less) has gone; python would complain once more at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
 
     return wrapped

@@ -36,6 +36,18 @@ class Runtime:
         """Matrix products in `dtype`; float32 is left alone."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
+    def mean(self, value: float) -> float:
+        """Over the processes."""
+        return self.sum(value)[0] / self.world_size
+
+    def max(self, value: int) -> int:
+        """Over the processes."""
+        if self.world_size == 1:
+            return value
+        largest = torch.tensor(value, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest.item())
+
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the processes."""
         if self.world_size == 1:
@@ -53,18 +65,16 @@ class Runtime:
         if self.world_size > 1 and self.is_main:
             dist.barrier()
 
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
-
-def start(config: RunConfig) -> Runtime:
-    """Chooses device and dtype, joins the process group that torchrun announces, seeds torch.
+@contextmanager
+def running(config: RunConfig) -> Iterator[Runtime]:
+    """Chooses device and dtype, joins the process group that torchrun announces and leaves it, seeds torch.
 
     ValueError when the device or the dtype is not to be had, naming what is.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
     if world_size > 1:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -72,7 +82,11 @@ def start(config: RunConfig) -> Runtime:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
     # Parameters must not depend on the rank; what follows them (dropout) must: seed_rank.
     torch.manual_seed(config.seed)
-    return Runtime(device, choose_dtype(config.dtype, device), rank, world_size)
+    try:
+        yield Runtime(device, dtype, rank, world_size)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def seed_rank(config: RunConfig, runtime: Runtime) -> None:

@@ -8,8 +8,12 @@ import torch
 import torch.distributed as dist
 
 from data.loader import BatchLoader
+from data.prepare import Corpus
 from model import GPT
+from training.config import Config
 from training.runtime import Runtime
+
+_NUMBERS = ("step", "n_tokens", "seconds", "val_loss", "val_bits_per_byte", "best_val_loss")
 
 
 @dataclass
@@ -23,33 +27,44 @@ class TrainState:
     runtime: Runtime
     step: int = 0
     n_tokens: int = 0
-    best_val_loss: float = math.inf
+    seconds: float = 0.0  # of training steps alone: without start-up, validation and saving
     val_loss: float = math.nan
+    val_bits_per_byte: float = math.nan
+    best_val_loss: float = math.inf
+    stop_signal: int = 0  # the signal that asked this process to stop; not kept
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types and tensors only, so that it loads without unpickling code. All processes must call it."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "loader": self.loader.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "step": self.step,
-            "n_tokens": self.n_tokens,
-            "best_val_loss": self.best_val_loss,
-            "val_loss": self.val_loss,
-            "rng": self._gather_rng(),
+    def checkpoint(self, config: Config, corpus: Corpus, *, with_training: bool) -> dict[str, Any]:
+        """What a checkpoint holds: plain types and tensors only, so that it loads without running code.
+
+        Every process must call it: with_training collects their random streams.
+        """
+        content = {
+            "config": config.to_dict(),
+            "tokenizer": corpus.tokenizer.to_dict(),
+            "data_fingerprint": corpus.fingerprint,
+            "model": self.model.state_dict(),
+            **{name: getattr(self, name) for name in _NUMBERS},
         }
+        if with_training:
+            content["training"] = {
+                "optimizer": self.optimizer.state_dict(),
+                "loader": self.loader.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "rng": self._gather_rng(),
+            }
+        return content
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The parameters themselves are loaded with the model (training/checkpoint.py)."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.loader.load_state_dict(state["loader"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.step = state["step"]
-        self.n_tokens = state["n_tokens"]
-        self.best_val_loss = state["best_val_loss"]
-        self.val_loss = state["val_loss"]
-        if len(state["rng"]) == self.runtime.world_size:
-            rng = state["rng"][self.runtime.rank]
+    def load(self, content: dict[str, Any]) -> None:
+        """Takes up a checkpoint that was made with_training."""
+        training = content["training"]
+        self.model.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(training["optimizer"])
+        self.loader.load_state_dict(training["loader"])
+        self.scaler.load_state_dict(training["scaler"])
+        for name in _NUMBERS:
+            setattr(self, name, content[name])
+        if len(training["rng"]) == self.runtime.world_size:
+            rng = training["rng"][self.runtime.rank]
             torch.set_rng_state(rng["cpu"])
             if "cuda" in rng and self.runtime.device.type == "cuda":
                 torch.cuda.set_rng_state(rng["cuda"])

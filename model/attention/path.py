@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from model.attention.mask import MaskRule
 
-
 _ROWS = 256  # rows of scores that log_sum_exp holds at once
 
 

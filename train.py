@@ -1,0 +1,309 @@
+"""Trains a GPT:  python train.py configs/quick.toml --run.dir runs/first
+
+Read from top to bottom: this file says what happens in a run and in which order; training/ says how.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.cli import exit_on_user_error
+from training.config import Config, parse_arguments
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import nn
+
+    from data.prepare import Corpus
+    from data.tokenizer import Tokenizer
+    from training.evaluate import Evaluation
+    from training.state import TrainState
+
+
+class NonFiniteLoss(ArithmeticError):
+    """Training cannot go on. The bad step has changed nothing; the last checkpoint is finite."""
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> int:
+    config = parse_arguments(sys.argv[1:] if argv is None else argv, prog="train.py")
+    try:
+        state = train(config)
+    except NonFiniteLoss as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    return 128 + state.stop_signal if state.stop_signal else 0
+
+
+def train(config: Config) -> "TrainState":
+    """Trains up to config.train.last_step, from the run directory's checkpoint if there is one; returns the state
+    reached. ValueError for what the user can mend; NonFiniteLoss."""
+    # Here and not above, so that --help and mistakes in the configuration answer without torch.
+    from data.loader import BatchLoader
+    from data.prepare import prepare
+    from model import GPT
+    from training.checkpoint import save_checkpoint
+    from training.evaluate import evaluate
+    from training.metrics import MetricsLog, attention_kernel
+    from training.optimizer import build_optimizer, build_scaler
+    from training.parallel import compile_model, wrap
+    from training.runtime import running, seed_rank
+    from training.state import TrainState
+
+    with running(config.run) as runtime:
+        say: Callable[[str], None] = print if runtime.is_main else lambda _: None
+        micro_batch_size = split_batch(config, runtime.world_size)
+
+        # Data
+        with runtime.main_first():
+            corpus = prepare(config.data, show_progress=config.log.progress and runtime.is_main)
+        config = with_vocabulary(config, corpus.tokenizer.vocab_size)
+        split = corpus.split(config.data.val_fraction, config.model.block_size)
+        val_tokens = split.val[: config.train.eval_tokens + 1] if config.train.eval_tokens else split.val
+        say(
+            f"data: {corpus.source}, {corpus.tokenizer.name} tokenizer of {corpus.tokenizer.vocab_size:,} tokens; "
+            f"{len(split.train):,} tokens to train on, {len(split.val):,} to validate on"
+        )
+
+        # Model, optimizer: everything that the loop changes is in `state`
+        model = GPT(config.model).to(runtime.device)
+        seed_rank(config.run, runtime)
+        state = TrainState(
+            model=model,
+            optimizer=build_optimizer(model, config.optimizer),
+            loader=BatchLoader(
+                split.train,
+                block_size=config.model.block_size,
+                batch_size=config.train.batch_size,
+                order=config.data.order,
+                seed=config.run.seed,
+                rank=runtime.rank,
+                world_size=runtime.world_size,
+            ),
+            scaler=build_scaler(runtime),
+            runtime=runtime,
+        )
+        directory = restore(config, state, corpus, say)
+        compiled = compile_model(model, config.run.compile, runtime)
+        say(
+            f"model: {model.n_parameters():,} parameters, attention path {config.model.attention} "
+            f"({attention_kernel(model, runtime)}); {runtime.device}, {runtime.dtype_name}"
+        )
+
+        # Loop
+        validate = functools.partial(
+            evaluate,
+            compiled,
+            val_tokens,
+            block_size=config.model.block_size,
+            n_bytes=corpus.tokenizer.n_bytes(val_tokens[1:]),
+            runtime=runtime,
+        )
+
+        def save(name: str) -> None:
+            content = state.checkpoint(config, corpus, with_training=name != "best.pt")  # every process takes part
+            if runtime.is_main:
+                save_checkpoint(directory, name, content)
+
+        with MetricsLog(directory, config, resumed_step=state.step, enabled=runtime.is_main) as log:
+            run_steps(config, state, wrap(compiled, runtime), micro_batch_size, validate, save, log.write)
+
+        # Close
+        if runtime.is_main:
+            report(config, state, corpus.tokenizer, val_tokens)
+        return state
+
+
+def run_steps(
+    config: Config,
+    state: "TrainState",
+    forward: "nn.Module",
+    micro_batch_size: int,
+    validate: "Callable[[], Evaluation]",
+    save: Callable[[str], None],
+    log: Callable[[dict[str, Any]], None],
+) -> None:
+    """THE loop: batch, micro-steps, clip, step, log, evaluate, save."""
+    import torch
+
+    from training.evaluate import next_token_loss
+    from training.parallel import gradient_sync
+    from training.progress import progress_bar, stop_requests
+    from training.schedule import learning_rate
+
+    runtime, optimizer, scaler = state.runtime, state.optimizer, state.scaler
+    last_step, tokens_per_step = config.train.last_step, config.train.batch_size * config.model.block_size
+    logged_tokens, logged_seconds = state.n_tokens, state.seconds
+    with stop_requests(state), progress_bar(config, state) as bar:
+        forward.train()
+        while state.step < last_step and not state.stop_signal:
+            started = time.perf_counter()
+            step = state.step + 1
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, config.train.max_steps, config.optimizer)
+
+            # The gradient of the mean loss over the global batch, a micro-batch at a time
+            inputs, targets = state.loader.next_batch()  # (B, T) each: this process's share
+            micro_batches = list(zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True))
+            local_loss = torch.zeros((), device=runtime.device)
+            for i, (x, y) in enumerate(micro_batches):
+                with gradient_sync(forward, is_last_micro_step=i == len(micro_batches) - 1):
+                    with runtime.autocast():
+                        logits = forward(x.to(runtime.device))
+                    loss = next_token_loss(logits, y.to(runtime.device)) / len(micro_batches)
+                    scaler.scale(loss).backward()
+                local_loss += loss.detach()
+
+            # The update, unless a number has gone wrong
+            train_loss = runtime.mean(local_loss.item())
+            scaler.unscale_(optimizer)
+            max_norm = config.optimizer.grad_clip or math.inf
+            grad_norm = torch.nn.utils.clip_grad_norm_(forward.parameters(), max_norm).item()
+            # float16 gradients may overflow now and then: the scaler then skips the step by itself.
+            if not math.isfinite(train_loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
+                raise NonFiniteLoss(
+                    f"loss {train_loss}, gradient norm {grad_norm} at step {step}: stopped before the update; "
+                    f"checkpoints up to step {state.step} stay in {config.run.dir}; try a lower "
+                    f"--optimizer.learning_rate than {config.optimizer.learning_rate}"
+                )
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            state.step = step
+            state.n_tokens += tokens_per_step
+            state.seconds += time.perf_counter() - started
+            bar.update()
+
+            # Log
+            is_last = step == last_step
+            row: dict[str, Any] = {"step": step, "tokens": state.n_tokens, "seconds": state.seconds}
+            is_logged = step % config.train.log_interval == 0 or is_last
+            if is_logged:
+                speed = (state.n_tokens - logged_tokens) / (state.seconds - logged_seconds)
+                logged_tokens, logged_seconds = state.n_tokens, state.seconds
+                row |= {"train_loss": train_loss, "learning_rate": optimizer.param_groups[0]["lr"]}
+                row |= {"grad_norm": grad_norm, "tokens_per_second": speed}
+                bar.set_postfix_str(f"loss {train_loss:.3f}, {speed:,.0f} tokens/s")
+
+            # Evaluate
+            is_evaluated = step % config.train.eval_interval == 0 or is_last
+            if is_evaluated:
+                evaluation = validate()
+                state.val_loss, state.val_bits_per_byte = evaluation.loss, evaluation.bits_per_byte
+                row |= {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
+            if is_logged or is_evaluated:
+                log(row)
+
+            # Save
+            if is_evaluated and state.val_loss < state.best_val_loss:
+                state.best_val_loss = state.val_loss
+                save("best.pt")
+            state.stop_signal = runtime.max(state.stop_signal)  # all processes stop at the same step
+            if step % config.train.checkpoint_interval == 0 or is_last or state.stop_signal:
+                save("last.pt")
+
+
+def split_batch(config: Config, world_size: int) -> int:
+    """The micro-batch size of a process. ValueError, with the arithmetic, when the global batch does not divide."""
+    batch_size = config.train.batch_size
+    if batch_size % world_size:
+        raise ValueError(
+            f"train.batch_size {batch_size} / {world_size} processes = {batch_size / world_size:g}: not whole; "
+            f"try {batch_size - batch_size % world_size or world_size}"
+        )
+    share = batch_size // world_size
+    micro = config.train.micro_batch_size or share
+    if share % micro:
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        raise ValueError(
+            f"train.batch_size {batch_size} / {world_size} process(es) / train.micro_batch_size {micro} = "
+            f"{share / micro:g} micro-steps: not whole; micro_batch_size could be {', '.join(map(str, divisors))}"
+        )
+    return micro
+
+
+def with_vocabulary(config: Config, n_tokens: int) -> Config:
+    """The configuration with the model's vocabulary filled in from the tokenizer's."""
+    vocab_size = config.model.vocab_size or n_tokens
+    if vocab_size < n_tokens:
+        raise ValueError(
+            f"model.vocab_size {vocab_size} is less than the tokenizer's {n_tokens}; 0 takes the tokenizer's"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def restore(config: Config, state: "TrainState", corpus: "Corpus", say: Callable[[str], None]) -> Path:
+    """Continues from the run directory's checkpoint, as run.resume says; returns the directory, made ready."""
+    from training.checkpoint import load_for_resume, move_aside
+
+    directory, resume, runtime = Path(config.run.dir), config.run.resume, state.runtime
+    with runtime.main_first():
+        if resume == "never" and runtime.is_main and directory.exists():
+            say(f"moved the earlier {directory} to {move_aside(directory)}")
+    content = load_for_resume(directory, config, corpus.tokenizer)
+    if content is not None:
+        state.load(content)
+        say(f"resuming {directory} after step {state.step}")
+        if content["data_fingerprint"] != corpus.fingerprint:
+            say("note: the training text is not the one that this run began with")
+    elif resume == "must":
+        raise ValueError(f"run.resume is must, but {directory} holds no checkpoint; --run.resume auto would start one")
+    if runtime.is_main:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+        corpus.tokenizer.save(directory / "tokenizer.json")
+    return directory
+
+
+def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_tokens: "np.ndarray") -> None:
+    """What a person wants to know of the run that has just ended, and where it lies."""
+    from model.config import SamplingConfig
+    from training.metrics import flops_per_token, peak_flops, plot_losses
+    from training.text import generate_text, start_tokens
+
+    directory, model = Path(config.run.dir), state.model.eval()
+    if state.stop_signal:
+        print(f"stopped after step {state.step} of {config.train.max_steps}; the same command continues")
+        return
+    plot_losses(directory)
+    if state.seconds > 0:
+        speed = state.n_tokens / state.seconds
+        peak, source = peak_flops(state.runtime)
+        used = speed * flops_per_token(model.config, model.n_parameters()) / state.runtime.world_size / peak
+        print(
+            f"trained {state.n_tokens:,} tokens in {state.seconds:.1f} s of steps: {speed:,.0f} tokens/s, "
+            f"{used:.0%} of {peak / 1e12:.2f} TFLOP/s ({source})"
+        )
+    if config.log.sample_tokens:
+        prompt = tokenizer.encode(config.log.sample_prompt, unknown="skip") or start_tokens(tokenizer)
+        steps = generate_text(
+            model,
+            tokenizer,
+            prompt,
+            n_samples=1,
+            max_new_tokens=config.log.sample_tokens,
+            sampling=SamplingConfig(temperature=0.8),
+            seed=config.run.seed,
+        )
+        print("sample:", "".join(released[0] for _, released in steps), sep="\n")
+    if config.probe.max_tokens:
+        from probes.capture import capture
+        from probes.draw import draw_heads
+
+        text_tokens = tokenizer.encode(config.probe.text, unknown="skip") or val_tokens.tolist()
+        n_tokens = min(config.probe.max_tokens, config.model.block_size)
+        draw_heads(capture(model, text_tokens[:n_tokens]), directory / "attention.png")
+    print(
+        f"validation loss after step {state.step}: {state.val_loss:.4f} nats per token, "
+        f"{state.val_bits_per_byte:.4f} bits per byte (best {state.best_val_loss:.4f})"
+    )
+    print("files:", *sorted(str(path) for path in directory.iterdir() if path.is_file()), sep="\n  ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """What GPT() and generate() need to know, checked once. Imports no torch."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from model.attention import available
 
@@ -53,6 +53,10 @@ class ModelConfig:
     """False lets every position see all (encoder form); such a model cannot be trained on next tokens."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            choices, value = get_args(field.type), getattr(self, field.name)
+            if choices and value not in choices:
+                raise ValueError(f"model.{field.name} is {value!r}; choose one of: {', '.join(choices)}")
         for name in ("n_layer", "n_head", "n_embd", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")

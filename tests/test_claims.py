@@ -292,7 +292,7 @@ def test_claim_12_weights_are_no_reliable_account_of_the_decision():
 
 
 def test_claim_13_a_tiny_weight_still_changes_the_output():
-    """An edge of weight below 1 % beside one above 90 %: its value is large, and without it the output, 0.9, is gone."""
+    """An edge of weight below 1 % beside one above 90 %: its value is large, and without it the output is gone."""
     q = torch.tensor([1.0]).view(1, 1, 1, 1)
     k = torch.tensor([0.0, 2.2, 7.0]).view(1, 1, 3, 1)
     v = torch.tensor([1000.0, 0.0, 0.0]).view(1, 1, 3, 1)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from model import GPT
-from model.generate import SamplingConfig, generate
+from model.config import SamplingConfig
+from model.generate import generate
 from model.gpt2_weights import from_gpt2
 
 

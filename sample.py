@@ -10,7 +10,7 @@ from typing import Literal
 import tyro
 
 from model.config import SamplingConfig
-from training.cli import exit_on_user_error
+from training.cli import exit_on_user_error, parse
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Arguments:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = tyro.cli(Arguments, args=argv, prog="sample.py")
+    arguments = parse(Arguments, argv, "sample.py")
     prompt = read_prompt(arguments)
 
     from training.checkpoint import load_run

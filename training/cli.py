@@ -1,12 +1,44 @@
-"""How the scripts end: a user's mistake is one line and exit code 2, never a traceback."""
+"""How the scripts read their arguments and how they end: a user's mistake is one line and exit code 2."""
 
+import contextlib
 import functools
+import io
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import ParamSpec
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import tyro
 
 _Arguments = ParamSpec("_Arguments")
+_T = TypeVar("_T")
+
+
+def parse(form: type[_T], arguments: Sequence[str] | None, prog: str, **options: Any) -> _T:
+    """Arguments -> an instance of the dataclass `form`, by tyro. --help prints and exits with code 0.
+
+    ValueError, in one line and with the nearest names, for what does not fit.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(form, args=arguments, prog=prog, **options)
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+    raise ValueError(f"{_one_line(complaint.getvalue())}; see {prog} --help")
+
+
+def _one_line(box: str) -> str:
+    """tyro's framed message as a line: without the frame, its title and its last hint, and of the options that it
+    proposes only the names."""
+    text = " ".join(re.sub("[╭╮╰╯│─]", " ", box).split("\n", 1)[-1].split())
+    text = re.split(r"For full helptext|Argument helptext:", text)[0]
+    text, _, proposals = text.partition("Perhaps you meant:")
+    names = re.findall(r"(?<!\S)--[\w.-]+", proposals)
+    text = text.strip().removeprefix("Error parsing ")
+    return f"{text}; perhaps you meant {' or '.join(names[:3])}" if names else text
 
 
 def exit_on_user_error(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:

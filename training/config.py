@@ -3,17 +3,17 @@
 import dataclasses
 import json
 import math
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import tyro
 
 from data.config import DataConfig
 from model.config import ModelConfig
+from training.cli import parse
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,13 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
 
+    def __post_init__(self) -> None:
+        if not self.model.causal:
+            raise ValueError(
+                "model.causal is False: every position would see the token that it has to predict. "
+                "Train with True; use a bidirectional GPT from Python"
+            )
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dict, as TOML files and checkpoints hold it."""
         return dataclasses.asdict(self)
@@ -163,7 +170,7 @@ class Config:
     def from_dict(cls, values: dict[str, dict[str, Any]]) -> "Config":
         """Inverse of to_dict. ValueError for a section, key or value that this version does not know."""
         try:
-            return cls(**{f.name: f.default_factory(**values[f.name]) for f in dataclasses.fields(cls)})  # type: ignore[misc]
+            return cls(**{name: section(**values[name]) for name, section in get_type_hints(cls).items()})
         except (KeyError, TypeError) as error:
             raise ValueError(f"this configuration is not one of this version of glassgpt: {error}") from error
 
@@ -179,27 +186,26 @@ class Config:
 def parse_arguments(argv: Sequence[str], prog: str) -> Config:
     """`FILE.toml … --section.key value …` -> Config: later files win over earlier ones, flags over files.
 
-    Exits with code 2 and a message on stderr for unknown keys and flags (with the nearest names) and for values out of
-    range; with code 0 for --help, which shows the files' values as defaults.
+    ValueError for unknown keys and flags, with the nearest names, and for values out of range. --help shows the files'
+    values as defaults and exits.
     """
     n_files = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
     config = Config()
     for file in argv[:n_files]:
         try:
-            config = _parse(_as_flags(Path(file)), config, prog=f"{prog} {file}")
-        except SystemExit:
-            print(f"{prog}: the mistake above is in {file}", file=sys.stderr)
-            raise
+            config = _parse(_as_flags(Path(file)), config, prog=prog)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
     return _parse(argv[n_files:], config, prog=prog)
 
 
 def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
-    # Booleans are written out (--model.bias True), so that files and flags say the same.
-    return tyro.cli(
+    return parse(
+        # Booleans are written out (--model.bias True), so that files and flags say the same.
         tyro.conf.FlagConversionOff[Config],
-        args=list(arguments),
+        arguments,
+        prog,
         default=default,
-        prog=prog,
         use_underscores=True,
         description="Trains a GPT. Before the flags name any number of TOML files, such as configs/quick.toml.",
     )
@@ -211,13 +217,13 @@ def _as_flags(file: Path) -> list[str]:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         known = ", ".join(sorted(str(path) for path in Path("configs").glob("*.toml"))) or "none"
-        raise ValueError(f"cannot read {file} ({error.strerror}); configurations here: {known}") from error
+        raise ValueError(f"cannot be read ({error.strerror}); configurations here: {known}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no valid TOML: {error}") from error
+        raise ValueError(f"no valid TOML: {error}") from error
     flags: list[str] = []
     for section, values in table.items():
         if not isinstance(values, dict):
-            raise ValueError(f"{file}: {section} = … stands outside a section; sections are [run], [model], …")
+            raise ValueError(f"{section} = … stands outside a section; sections are [run], [model], …")
         for key, value in values.items():
             flags += [f"--{section}.{key}", *map(str, value if isinstance(value, list) else [value])]
     return flags

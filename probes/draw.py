@@ -18,8 +18,8 @@ PICTURE_SUFFIXES = (".png", ".svg")
 _DPI = 150
 _MOST_CELLS = 512  # each cell keeps at least two pixels, so that no single bright one falls between pixels
 _MOST_LABELS = 64
-_FORBIDDEN = "#d8d8d8"
-_HUE = ("#ffffff", "#d6e6f4", "#9fc9e3", "#5aa1cf", "#2171b5", "#08306b")  # luminance falls all the way
+FORBIDDEN = "#d8d8d8"
+HUE = ("#ffffff", "#d6e6f4", "#9fc9e3", "#5aa1cf", "#2171b5", "#08306b")  # luminance falls all the way
 
 
 def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) -> None:
@@ -39,7 +39,7 @@ def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) 
         names = distinct(labels(record.info.token_bytes, record.info.token_ids))
         fonts, drawable = fonts_for(names)
         names = [escape_missing(name, drawable) for name in names]
-        text = {"fontsize": 8, "fontfamily": fonts, "parse_math": False}
+        text: dict[str, Any] = {"fontsize": 8, "fontfamily": fonts, "parse_math": False}
         # Short names stand upright; long ones would run into each other.
         upright = max(map(len, names)) * 0.09 < side / n
         axes.set_xticks(range(n), names, rotation=0 if upright else 90, **text)
@@ -73,7 +73,7 @@ def draw_heads(
     n_maps = max(len(layers), len(heads))
     side = 3.0 if n_maps == 1 else max(1.0, min(2.2, 12 / n_maps))  # inches
     n_cells = int(side * _DPI / 2)
-    gap, left, right, top, bottom = 0.28, 0.45, 0.75, 0.75, 0.4
+    gap, left, right, top, bottom = 0.28, 0.45, 0.75, 0.55, 0.1
     width = max(left + len(heads) * (side + gap) + right, 5.5)
     height = top + len(layers) * (side + gap) + bottom
     figure = _figure(width, height)
@@ -92,7 +92,7 @@ def draw_heads(
     figure.colorbar(image, cax=bar, label="weight", ticks=[0, 0.5, 1])
     title = _title(record, "heads named layer.head", layers[0], min(n_cells, record.n_tokens))
     figure.text(left / width, 1 - 0.12 / height, title, fontsize=9, va="top", parse_math=False)
-    figure.text((left + last_column) / 2 / width, 0.1 / height, "key (attended to)", ha="center", fontsize=9)
+    figure.text((left + last_column) / 2 / width, 0, "key (attended to)", ha="center", va="top", fontsize=9)
     middle = (height - top + bottom) / 2 / height
     figure.text(0.2 / width, middle, "query (attends)", ha="center", va="center", rotation=90, fontsize=9)
     _save(figure, Path(path))
@@ -116,14 +116,14 @@ def write_csv(record: AttentionRecord, layer: int, head: int, path: Path | str) 
                 writer.writerow([text, *map(str, row)])
 
 
-def subtitle(record: AttentionRecord, layer: int, n_cells: int) -> str:
-    """Which computation made the map: path, kernel, dtype, checkpoint step, length, and whether cells are pooled."""
+def provenance(record: AttentionRecord, layer: int, n_cells: int) -> tuple[str, str]:
+    """Two lines on what made the map: path and kernel; dtype, checkpoint step, length and how cells are pooled."""
     info, n = record.layer_info(layer), record.n_tokens
-    parts = [f"path {info.path}", f"kernel {info.kernel}", record.info.dtype, f"step {record.info.step}", f"{n} tokens"]
+    run = f"{record.info.dtype} · step {record.info.step} · {n} token{'s' if n > 1 else ''}"
     if n_cells < n:
         stride = -(-n // n_cells)
-        parts.append(f"each cell: maximum of {stride}×{stride} weights")
-    return " · ".join(parts)
+        run += f" · a cell is the maximum of {stride}×{stride} weights"
+    return f"path {info.path} · kernel {info.kernel}", run
 
 
 def _texts(record: AttentionRecord) -> list[str]:
@@ -136,25 +136,18 @@ def _texts(record: AttentionRecord) -> list[str]:
 
 
 def _title(record: AttentionRecord, name: str, layer: int, n_cells: int) -> str:
-    first, *rest = subtitle(record, layer, n_cells).split(" · tokens")
-    parts = "".join((first, *rest)).split(" · ")
-    return f"{name} · " + " · ".join(parts[:2]) + "\n" + " · ".join(parts[2:])
+    path, run = provenance(record, layer, n_cells)
+    return f"{name} · {path}\n{run}"
 
 
 def _show(axes: Any, cells: Any, n_tokens: int) -> Any:
     """Draws cells (N, N), NaN where forbidden, on axes that count tokens."""
     from matplotlib.colors import LinearSegmentedColormap
-    import numpy as np
 
-    colours = LinearSegmentedColormap.from_list("weight", _HUE)
-    colours.set_bad(_FORBIDDEN)
+    colours = LinearSegmentedColormap.from_list("weight", HUE).with_extremes(bad=FORBIDDEN)
     stride = -(-n_tokens // len(cells))
     end = len(cells) * stride - 0.5
-    image = axes.imshow(
-        np.ma.masked_invalid(cells), cmap=colours, vmin=0, vmax=1, interpolation="nearest", extent=(-0.5, end, end, -0.5)
-    )
-    axes.set_aspect("equal")
-    return image
+    return axes.imshow(cells, cmap=colours, vmin=0, vmax=1, interpolation="nearest", extent=(-0.5, end, end, -0.5))
 
 
 def _figure(width: float, height: float) -> "Figure":
@@ -172,6 +165,6 @@ def _check_suffix(path: Path) -> None:
 def _save(figure: "Figure", path: Path) -> None:
     from matplotlib import rc_context
 
-    # Text stays text in SVG: it can be searched, and the viewer's own fonts may have what ours lack.
+    # Outlines instead of font names: an SVG looks the same where our fonts are not installed.
     with replacing(path) as beside, rc_context({"svg.fonttype": "path"}):
         figure.savefig(beside, format=path.suffix.lower()[1:], bbox_inches="tight", pad_inches=0.1)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
-_PREFERRED_FONTS = ("DejaVu Sans", "Noto Sans", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
+_PREFERRED_FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
 # Fonts of boxes, and bitmap fonts that matplotlib cannot draw.
 _UNUSABLE_FONTS = ("LastResort", "Last Resort", "Emoji", "Blank", "Symbols")
 

@@ -1,0 +1,171 @@
+"""Checks of one checkpoint: does the model in hand do what its configuration says? One measured number each."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import GPT
+from model.generate import SamplingConfig, generate
+from probes.path_check import LayerCall, check_layers, layer_calls
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the report. `measured` holds the number and its unit or place, `limit` what it had to keep."""
+
+    name: str
+    passed: bool
+    measured: str
+    limit: str
+
+
+@torch.no_grad()
+def check(model: GPT, tokens: Tensor, *, n_valid_tokens: int | None = None) -> list[CheckResult]:
+    """All checks on `tokens` (T,) or (1, T) int64, T ≥ 2, cut to block_size; float32 is assumed for the limits.
+
+    n_valid_tokens: ids from here on pad the vocabulary and are not drawn. The model is in eval mode meanwhile.
+    ValueError when there are fewer than two tokens.
+    """
+    tokens = tokens.reshape(1, -1)[:, : model.config.block_size].to(model.token_embedding.weight.device)
+    n_valid = model.config.vocab_size if n_valid_tokens is None else n_valid_tokens
+    if tokens.shape[1] < 2:
+        raise ValueError("a check needs at least two tokens and a block_size of at least two")
+    was_training = model.training
+    model.eval()
+    try:
+        calls = layer_calls(model, tokens)
+        return [
+            causality_by_perturbation(model, tokens, n_valid),
+            causality_by_gradient(model, tokens, calls),
+            permutation(model, tokens, calls),
+            *(CheckResult(*result) for result in check_layers(model, calls)),
+            *decoding(model, tokens, n_valid, calls),
+        ]
+    finally:
+        model.train(was_training)
+
+
+def causality_by_perturbation(model: GPT, tokens: Tensor, n_valid: int) -> CheckResult:
+    """Change token t: no logit before t may move. Without a causal mask they must."""
+    name = "causality, by changing a token" if model.config.causal else "sees the future, by changing a token"
+    if n_valid < 2:
+        return CheckResult(name, True, "not measured: the vocabulary has one token", "")
+    n, before = tokens.shape[1], model(tokens)
+    largest, place = 0.0, ""
+    for t in sorted({1, n // 2, n - 1}):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + n_valid // 2) % n_valid
+        moved = (model(changed) - before)[0, :t].abs().amax(-1)  # (t,)
+        moved = moved.nan_to_num(float("inf"))
+        if moved.max() > largest:
+            largest, place = float(moved.max()), f" at position {int(moved.argmax())} from token {t}"
+    if not model.config.causal:
+        measured = f"{largest:.1e} largest change of an earlier logit"
+        return CheckResult(name, largest > 0, measured, "> 0")
+    measured = f"{largest:.1e} largest change of an earlier logit{place}" + (" (bit for bit)" if largest == 0 else "")
+    return CheckResult(name, largest <= 1e-6, measured, "≤ 1e-06")
+
+
+def causality_by_gradient(model: GPT, tokens: Tensor, calls: list[LayerCall]) -> CheckResult:
+    """The gradient of position i with respect to the input at j > i is 0; at j = i it is not."""
+    name = "causality, by gradient" if model.config.causal else "sees the future, by gradient"
+    missing = {f"backward_{tokens.device.type}"} - calls[0].path.supports
+    if missing:
+        return CheckResult(name, True, f"not measured: path {calls[0].path.name} has no {min(missing)}", "")
+    n = tokens.shape[1]
+    rows = sorted({0, n // 2 - 1, n - 2})
+    direction = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(0)).to(tokens.device)
+    kept: list[Tensor] = []
+
+    def cut(_module: Any, _args: Any, out: Tensor) -> Tensor:
+        kept.append(out.detach().requires_grad_())
+        return kept[-1]
+
+    with torch.enable_grad(), _hooked(model.token_embedding, cut):
+        logits = model(tokens)
+        sizes = [
+            torch.autograd.grad((logits[0, i] * direction).sum(), kept[-1], retain_graph=True)[0][0].abs().amax(-1)
+            for i in rows
+        ]  # one (T,) a row
+    future = max(float(size[i + 1 :].nan_to_num(float("inf")).max()) for i, size in zip(rows, sizes, strict=True))
+    own = min(float(size[i]) for i, size in zip(rows, sizes, strict=True))
+    measured = f"{future:.1e} largest gradient from a later token, {own:.1e} smallest from its own"
+    passed = (future == 0 if model.config.causal else future > 0) and own > 0
+    return CheckResult(name, passed, measured, "later = 0, own > 0" if model.config.causal else "> 0")
+
+
+def permutation(model: GPT, tokens: Tensor, calls: list[LayerCall]) -> CheckResult:
+    """Shuffle the earlier tokens: without positions the last row of ONE attention layer must stay, with them change.
+
+    (Deeper layers tell the order even without positions: a causal row i is a mean over i + 1 tokens.)
+    """
+    window = calls[0].path.rule_for(calls[0].rule).window
+    tokens = tokens[:, -min(tokens.shape[1], window or tokens.shape[1]) :]
+    n = tokens.shape[1]
+    order = torch.randperm(n - 1, generator=torch.Generator().manual_seed(1)).to(tokens.device)
+    if torch.equal(tokens[0, order], tokens[0, :-1]):
+        order = order.roll(1)
+    shuffled = torch.cat((tokens[:, :-1][:, order], tokens[:, -1:]), dim=1)
+    rows = []
+
+    def keep(_module: Any, _args: Any, out: Tensor) -> None:
+        rows.append(out[0, -1])
+
+    with _hooked(model.get_submodule("blocks.0.attn"), keep):
+        model(tokens)
+        model(shuffled)
+    change = float((rows[0] - rows[1]).norm() / rows[0].norm().clamp_min(1e-30))
+    position = model.config.position
+    measured = f"{change:.1e} relative change of layer 0's last row when earlier tokens are shuffled"
+    if position == "none":
+        return CheckResult("no positions: order is invisible", change <= 2e-6, measured, "≤ 2e-06")
+    if n < 3 or torch.equal(shuffled, tokens):
+        measured = "not measured: needs two different earlier tokens inside the window"
+        return CheckResult(f"{position} positions: order is visible", True, measured, "")
+    return CheckResult(f"{position} positions: order is visible", change > 2e-6, measured, "> 2e-06")
+
+
+def decoding(model: GPT, tokens: Tensor, n_valid: int, calls: list[LayerCall]) -> Iterator[CheckResult]:
+    """With a cache, a prompt and then one token at a time, the logits are those of the whole pass; and greedy
+    decoding writes the same tokens, also past block_size."""
+    if "cache" not in calls[0].path.supports or not model.config.causal:
+        reason = f"path {calls[0].path.name} has no cache" if model.config.causal else "the model is not causal"
+        yield CheckResult("cached = uncached decoding", True, f"not measured: {reason}", "")
+        return
+    n, cache = tokens.shape[1], model.new_cache()
+    whole = model(tokens)[0]  # (T, V)
+    prompt = max(1, n // 2)
+    steps = [model(tokens[:, :prompt], cache=cache)[0]]
+    steps += [model(tokens[:, i : i + 1], cache=cache)[0] for i in range(prompt, n)]
+    moved = (torch.cat(steps) - whole).abs().amax(-1).nan_to_num(float("inf"))  # (T,)
+    limit = 1e-4 * max(1.0, float(whole.abs().max()))
+    first_wrong = int((moved > limit).nonzero()[0]) if bool((moved > limit).any()) else None
+    place = "" if first_wrong is None else f", first wrong at position {first_wrong} (prompt of {prompt})"
+    measured = f"{float(moved.max()):.1e} largest difference of a logit{place}"
+    yield CheckResult("cached = uncached logits", first_wrong is None, measured, f"≤ {limit:.0e}")
+
+    start = tokens.repeat(1, -(-model.config.block_size // n))[:, : max(1, model.config.block_size - 4)]
+    count = 4 + min(12, model.config.block_size)
+    options: dict[str, Any] = {"sampling": SamplingConfig(temperature=0), "n_valid_tokens": n_valid}
+    cached, uncached = (
+        torch.cat(list(generate(model, start, max_new_tokens=count, use_cache=use_cache, **options)))
+        for use_cache in (True, False)
+    )  # (count,)
+    same = cached == uncached
+    n_same = count if bool(same.all()) else int((~same).nonzero()[0])
+    past = start.shape[1] + count - model.config.block_size
+    measured = f"{n_same} of {count} greedy tokens the same, {past} of them past block_size"
+    yield CheckResult("cached = uncached greedy tokens", n_same == count, measured, f"{count}")
+
+
+@contextmanager
+def _hooked(module: torch.nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,9 +1,12 @@
 """Capture: one pass of the model on its own attention path, watched by ordinary forward hooks."""
 
 import hashlib
+import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +93,38 @@ def working_memory(config: ModelConfig, n_tokens: int) -> int:
     activations and the logits of every position."""
     widest = max(12 * config.n_embd, 2 * config.vocab_size)
     return 4 * n_tokens * (4 * config.n_embd + widest)
+
+
+def check_room(
+    config: ModelConfig, n_tokens: int, folder: Path, *, n_layers: int | None = None, values: bool = False, dtype: str
+) -> int:
+    """The estimate. ValueError, naming a smaller choice, when the disk of `folder` or the memory cannot hold it."""
+    size = estimate(config, n_tokens, n_layers=n_layers, values=values, dtype=dtype)
+    memory = free_memory() - working_memory(config, n_tokens)
+    room, place = min((shutil.disk_usage(folder).free, "disk"), (memory, "memory"))
+    if size <= room:
+        return size
+    fitting = [n for n in range(1, config.n_layer) if estimate(config, n_tokens, n_layers=n, dtype=dtype) <= room]
+    choice = f"--layers {','.join(map(str, range(fitting[-1])))} would fit" if fitting else "take a shorter text"
+    raise ValueError(f"the record needs {readable(size)} of {place}; {readable(max(0, room))} are free; {choice}")
+
+
+def free_memory() -> float:
+    """Bytes that can be taken without swapping; infinite where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return math.inf
+
+
+def readable(n_bytes: float) -> str:
+    """`1.2 MB`"""
+    for unit in ("bytes", "kB", "MB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.3g} GB"
 
 
 def attention_path(model: GPT, layer: int) -> AttentionPath:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from model.generate import SamplingConfig, generate
+from model.config import SamplingConfig
+from model.generate import generate
 from probes.path_check import LayerCall, check_layers, layer_calls
 
 

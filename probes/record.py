@@ -6,11 +6,9 @@ An n×n map of one head at n = 131,072 is 34 GB in bfloat16; q, k and lse are 34
 Every flash-attention backward pass recomputes its maps the same way (Dao et al. 2022, section 3.1).
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.attention.mask import MaskRule
+from probes.metadata import METADATA_KEY, LayerInfo, RecordInfo, check_tensors, choices, from_json, one_line, to_json
 
-FORMAT_VERSION = 1
-_METADATA_KEY = "glassgpt.attention_record"
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+__all__ = ["AttentionRecord", "LayerInfo", "RecordInfo", "allowed_pairs", "replacing"]
+
 _BLOCK_ROWS = 256  # rows of one map that are held at once
-
-
-@dataclass(frozen=True)
-class LayerInfo:
-    """How one layer turned q and k into weights: all that `exp(score - lse)` needs besides the tensors."""
-
-    index: int
-    path: str
-    kernel: str
-    scale: float
-    rule: MaskRule
-    softcap: float = 0.0
-    alibi_slopes: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True)
-class RecordInfo:
-    """Where a record comes from. `token_texts` show a replacement mark where a token is a part of a character."""
-
-    token_ids: tuple[int, ...]
-    token_texts: tuple[str, ...]
-    token_bytes: tuple[bytes, ...]
-    text_hash: str
-    model: Mapping[str, Any]
-    step: int
-    checkpoint_hash: str
-    dtype: str
-    layers: tuple[LayerInfo, ...]
-    versions: Mapping[str, str]
 
 
 class AttentionRecord:
@@ -80,8 +49,13 @@ class AttentionRecord:
     def layer_info(self, layer: int) -> LayerInfo:
         """ValueError with the choices when `layer` was not captured."""
         if layer not in self._layers:
-            raise ValueError(f"layer {layer} is not in this record; it has {_choices(self.layers)}")
+            raise ValueError(f"layer {layer} is not in this record; it has {choices(self.layers)}")
         return self._layers[layer]
+
+    def check_head(self, head: int) -> None:
+        """ValueError with the choices when there is no such head."""
+        if not 0 <= head < self.n_head:
+            raise ValueError(f"head {head} does not exist; choose {choices(range(self.n_head))}")
 
     def tensor(self, layer: int, name: str, index: Any = slice(None)) -> Tensor:
         """`q`, `k`, `lse` or `v` of a layer, or the part that `index` asks for; only that part is read from a file."""
@@ -97,8 +71,7 @@ class AttentionRecord:
         rows and columns are slices of positions with step 1. ValueError for a layer or head that is not there.
         """
         info = self.layer_info(layer)
-        if not 0 <= head < self.n_head:
-            raise ValueError(f"head {head} does not exist; choose {_choices(range(self.n_head))}")
+        self.check_head(head)
         rows, columns = self._positions(rows), self._positions(columns)
         group = head // (self.n_head // self.n_kv_head)
         q = self.tensor(layer, "q", (head, rows))  # (rows, D)
@@ -171,7 +144,7 @@ class AttentionRecord:
         names = [f"layers.{layer}.{part}" for layer in self.layers for part in ("q", "k", "lse", "v")]
         tensors = {name: self._tensors[name].contiguous() for name in names if name in self._tensors}
         with replacing(Path(path)) as beside:
-            save_file(tensors, beside, metadata={_METADATA_KEY: _to_json(self.info)})
+            save_file(tensors, beside, metadata={METADATA_KEY: to_json(self.info)})
 
     @classmethod
     def load(cls, path: Path | str) -> "AttentionRecord":
@@ -186,14 +159,14 @@ class AttentionRecord:
             file = safe_open(path, framework="pt")
             metadata = file.metadata() or {}
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{path} is no attention record, or a damaged one ({_one_line(error)})") from None
-        if _METADATA_KEY not in metadata:
+            raise ValueError(f"{path} is no attention record, or a damaged one ({one_line(error)})") from None
+        if METADATA_KEY not in metadata:
             raise ValueError(f"{path} is a safetensors file but no attention record")
         try:
-            info = _from_json(metadata[_METADATA_KEY])
-            _check_tensors(file, info)
+            info = from_json(metadata[METADATA_KEY])
+            check_tensors(file, info)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
-            raise ValueError(f"{path} is a damaged attention record ({_one_line(error)})") from None
+            raise ValueError(f"{path} is a damaged attention record ({one_line(error)})") from None
         return cls(info, file)
 
     def _shape(self, key: str) -> tuple[int, ...]:
@@ -246,77 +219,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield beside
         beside.replace(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write {path}: {_one_line(error)}") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise ValueError(f"cannot write {path}: {reason}") from error
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _to_json(info: RecordInfo) -> str:
-    layers = []
-    for layer in info.layers:
-        documents = None if layer.rule.documents is None else layer.rule.documents[0].tolist()
-        rule = {**asdict(replace(layer.rule, documents=None)), "documents": documents}
-        layers.append({**vars(layer), "rule": rule})
-    token_bytes = [part.hex() for part in info.token_bytes]
-    fields = {**vars(info), "token_bytes": token_bytes, "layers": layers}
-    return json.dumps({"format_version": FORMAT_VERSION, "lse_base": "e", **fields})
-
-
-def _from_json(text: str) -> RecordInfo:
-    fields = json.loads(text)
-    version, base = fields.pop("format_version"), fields.pop("lse_base")
-    if version != FORMAT_VERSION:
-        raise ValueError(f"format version {version}; this program reads version {FORMAT_VERSION}")
-    if base != "e":
-        raise ValueError(f"log-sum-exp to base {base}; this program reads base e")
-    layers = []
-    for layer in fields.pop("layers"):
-        rule = layer.pop("rule")
-        if rule["documents"] is not None:
-            rule["documents"] = torch.tensor(rule["documents"]).unsqueeze(0)
-        slopes = layer.pop("alibi_slopes")
-        slopes = None if slopes is None else tuple(map(float, slopes))
-        layers.append(LayerInfo(**layer, rule=MaskRule(**rule), alibi_slopes=slopes))
-    if not layers or not all(type(layer.index) is int and layer.scale * 0 == 0 for layer in layers):
-        raise ValueError("no usable layers")
-    token_bytes = tuple(bytes.fromhex(part) for part in fields.pop("token_bytes"))
-    ids, texts = tuple(map(int, fields.pop("token_ids"))), tuple(map(str, fields.pop("token_texts")))
-    return RecordInfo(**fields, token_ids=ids, token_texts=texts, token_bytes=token_bytes, layers=tuple(layers))
-
-
-def _check_tensors(file: Any, info: RecordInfo) -> None:
-    """ValueError unless every tensor is there, with shapes that fit each other and the tokens."""
-    n = len(info.token_ids)
-    if not n == len(info.token_texts) == len(info.token_bytes) or n == 0:
-        raise ValueError(f"{n} token ids, {len(info.token_texts)} texts, {len(info.token_bytes)} byte strings")
-    names, sizes = set(file.keys()), set()
-    for layer in info.layers:
-        key = f"layers.{layer.index}"
-        missing = {f"{key}.q", f"{key}.k", f"{key}.lse"} - names
-        if missing:
-            raise ValueError(f"no tensor {min(missing)}")
-        q, k, lse = (file.get_slice(f"{key}.{part}") for part in ("q", "k", "lse"))
-        (n_head, n_q, dim), (n_kv_head, n_k, dim_k) = q.get_shape(), k.get_shape()
-        fits = n_q == n_k == n and dim == dim_k and n_kv_head > 0 and n_head > 0 and n_head % n_kv_head == 0
-        if not fits or lse.get_shape() != [n_head, n]:
-            raise ValueError(f"{key}: q {q.get_shape()}, k {k.get_shape()}, lse {lse.get_shape()} for {n} tokens")
-        if _DTYPES.get(q.get_dtype()) != info.dtype or k.get_dtype() != q.get_dtype() or lse.get_dtype() != "F32":
-            raise ValueError(f"{key}: dtypes {q.get_dtype()}, {k.get_dtype()}, {lse.get_dtype()}; not {info.dtype}")
-        if layer.alibi_slopes is not None and len(layer.alibi_slopes) != n_head:
-            raise ValueError(f"{key}: {len(layer.alibi_slopes)} ALiBi slopes for {n_head} heads")
-        if layer.rule.documents is not None and layer.rule.documents.shape != (1, n):
-            raise ValueError(f"{key}: document ids for {layer.rule.documents.shape[-1]} of {n} tokens")
-        sizes.add((n_head, n_kv_head, dim))
-    if len(sizes) > 1:
-        raise ValueError("layers of different sizes")
-
-
-def _choices(numbers: Any) -> str:
-    """`0..5` for a gapless range, else `0, 2, 5`."""
-    numbers = list(numbers)
-    is_range = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}..{numbers[-1]}" if is_range else ", ".join(map(str, numbers))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

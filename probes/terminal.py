@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.console import Console
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from probes.check import CheckResult
 from probes.draw import FORBIDDEN, HUE, provenance
 from probes.labels import escape_unencodable, fit, labels
 from probes.record import AttentionRecord
@@ -52,6 +54,17 @@ def print_heads(record: AttentionRecord, layers: Sequence[int], heads: Sequence[
                 console.print(Text("  ").join(padded), no_wrap=True, overflow="crop", crop=True)
 
 
+def print_checks(checks: Sequence[CheckResult], title: str, console: Console) -> None:
+    """A table of one line a check. A line that is longer than the terminal is wrapped, never cut."""
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    for column in ("", "check", "measured", "limit"):
+        table.add_column(column)
+    for check in checks:
+        verdict = Text("ok", "green") if check.passed else Text("FAIL", "bold red")
+        table.add_row(verdict, *map(Text, (check.name, check.measured, check.limit)))
+    console.print(table)
+
+
 def _print_title(record: AttentionRecord, name: str, layer: int, n_cells: int, console: Console) -> None:
     path, run = provenance(record, layer, n_cells)
     for line in (f"{name} · {path}", run):
@@ -85,9 +98,7 @@ def _numbered(cells: Tensor, stride: int, console: Console) -> list[Text]:
     """Cells with the position of every line's first query before it; the keys' positions run along the bottom."""
     lines = _cell_lines(cells, console)
     rows_per_line = -(-len(cells) // len(lines))
-    numbered = [
-        Text(f"{i * rows_per_line * stride:>{_INDEX_WIDTH - 1}} ") + line for i, line in enumerate(lines)
-    ]
+    numbered = [Text(f"{i * rows_per_line * stride:>{_INDEX_WIDTH - 1}} ") + line for i, line in enumerate(lines)]
     last = (len(cells) - 1) * stride
     width = lines[0].cell_len
     numbered.append(Text(" " * _INDEX_WIDTH + "0" + f"{last:>{max(1, width - 1)}}"))

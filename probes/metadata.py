@@ -1,0 +1,121 @@
+"""What a record says about itself: where it comes from, and how each layer turned scores into weights.
+
+Stored as one JSON string in the metadata of the safetensors file.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from model.attention.mask import MaskRule
+
+FORMAT_VERSION = 1
+METADATA_KEY = "glassgpt.attention_record"
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """How one layer turned q and k into weights: all that `exp(score - lse)` needs besides the tensors."""
+
+    index: int
+    path: str
+    kernel: str
+    scale: float
+    rule: MaskRule
+    softcap: float = 0.0
+    alibi_slopes: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RecordInfo:
+    """Where a record comes from. `token_texts` show a replacement mark where a token is a part of a character."""
+
+    token_ids: tuple[int, ...]
+    token_texts: tuple[str, ...]
+    token_bytes: tuple[bytes, ...]
+    text_hash: str
+    model: Mapping[str, Any]
+    step: int
+    checkpoint_hash: str
+    dtype: str
+    layers: tuple[LayerInfo, ...]
+    versions: Mapping[str, str]
+
+
+def to_json(info: RecordInfo) -> str:
+    """The metadata string. Bytes as hexadecimal, document ids as a list."""
+    layers = []
+    for layer in info.layers:
+        documents = None if layer.rule.documents is None else layer.rule.documents[0].tolist()
+        rule = {**asdict(replace(layer.rule, documents=None)), "documents": documents}
+        layers.append({**vars(layer), "rule": rule})
+    token_bytes = [part.hex() for part in info.token_bytes]
+    fields = {**vars(info), "token_bytes": token_bytes, "layers": layers}
+    return json.dumps({"format_version": FORMAT_VERSION, "lse_base": "e", **fields})
+
+
+def from_json(text: str) -> RecordInfo:
+    """Inverse of to_json. ValueError for another format version or base; any of KeyError, TypeError, ValueError,
+    AttributeError, RecursionError when the string is damaged."""
+    fields = json.loads(text)
+    version, base = fields.pop("format_version"), fields.pop("lse_base")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format version {version}; this program reads version {FORMAT_VERSION}")
+    if base != "e":
+        raise ValueError(f"log-sum-exp to base {base}; this program reads base e")
+    layers = []
+    for layer in fields.pop("layers"):
+        rule = layer.pop("rule")
+        if rule["documents"] is not None:
+            rule["documents"] = torch.tensor(rule["documents"]).unsqueeze(0)
+        slopes = layer.pop("alibi_slopes")
+        slopes = None if slopes is None else tuple(map(float, slopes))
+        layers.append(LayerInfo(**layer, rule=MaskRule(**rule), alibi_slopes=slopes))
+    if not layers or not all(type(layer.index) is int and layer.scale * 0 == 0 for layer in layers):
+        raise ValueError("no usable layers")
+    token_bytes = tuple(bytes.fromhex(part) for part in fields.pop("token_bytes"))
+    ids, texts = tuple(map(int, fields.pop("token_ids"))), tuple(map(str, fields.pop("token_texts")))
+    return RecordInfo(**fields, token_ids=ids, token_texts=texts, token_bytes=token_bytes, layers=tuple(layers))
+
+
+def check_tensors(file: Any, info: RecordInfo) -> None:
+    """ValueError unless every tensor is there, with shapes that fit each other and the tokens."""
+    n = len(info.token_ids)
+    if not n == len(info.token_texts) == len(info.token_bytes) or n == 0:
+        raise ValueError(f"{n} token ids, {len(info.token_texts)} texts, {len(info.token_bytes)} byte strings")
+    names, sizes = set(file.keys()), set()
+    for layer in info.layers:
+        key = f"layers.{layer.index}"
+        missing = {f"{key}.q", f"{key}.k", f"{key}.lse"} - names
+        if missing:
+            raise ValueError(f"no tensor {min(missing)}")
+        q, k, lse = (file.get_slice(f"{key}.{part}") for part in ("q", "k", "lse"))
+        (n_head, n_q, dim), (n_kv_head, n_k, dim_k) = q.get_shape(), k.get_shape()
+        fits = n_q == n_k == n and dim == dim_k and n_kv_head > 0 and n_head > 0 and n_head % n_kv_head == 0
+        if not fits or lse.get_shape() != [n_head, n]:
+            raise ValueError(f"{key}: q {q.get_shape()}, k {k.get_shape()}, lse {lse.get_shape()} for {n} tokens")
+        if _DTYPES.get(q.get_dtype()) != info.dtype or k.get_dtype() != q.get_dtype() or lse.get_dtype() != "F32":
+            raise ValueError(f"{key}: dtypes {q.get_dtype()}, {k.get_dtype()}, {lse.get_dtype()}; not {info.dtype}")
+        if layer.alibi_slopes is not None and len(layer.alibi_slopes) != n_head:
+            raise ValueError(f"{key}: {len(layer.alibi_slopes)} ALiBi slopes for {n_head} heads")
+        if layer.rule.documents is not None and layer.rule.documents.shape != (1, n):
+            raise ValueError(f"{key}: document ids for {layer.rule.documents.shape[-1]} of {n} tokens")
+        sizes.add((n_head, n_kv_head, dim))
+    if len(sizes) > 1:
+        raise ValueError("layers of different sizes")
+
+
+def choices(numbers: Any) -> str:
+    """`0..5` for a gapless range, else `0, 2, 5`."""
+    numbers = list(numbers)
+    is_range = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}..{numbers[-1]}" if is_range else ", ".join(map(str, numbers))
+
+
+def one_line(error: BaseException) -> str:
+    """`KeyError: 'rule'`, cut to 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -170,14 +170,17 @@ class Config:
     def from_dict(cls, values: dict[str, dict[str, Any]]) -> "Config":
         """Inverse of to_dict. ValueError for a section, key or value that this version does not know."""
         try:
-            return cls(**{name: section(**values[name]) for name, section in get_type_hints(cls).items()})
+            sections = get_type_hints(cls)
+            if unknown := set(values) - set(sections):
+                raise KeyError(*sorted(unknown))
+            return cls(**{name: section(**values[name]) for name, section in sections.items()})
         except (KeyError, TypeError) as error:
             raise ValueError(f"this configuration is not one of this version of glassgpt: {error}") from error
 
     def to_toml(self) -> str:
         """The text of a configuration file that gives this configuration."""
         sections = [
-            f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+            f"[{section}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in values.items())
             for section, values in self.to_dict().items()
         ]
         return "\n".join(sections)
@@ -225,8 +228,15 @@ def _as_flags(file: Path) -> list[str]:
         if not isinstance(values, dict):
             raise ValueError(f"{section} = … stands outside a section; sections are [run], [model], …")
         for key, value in values.items():
-            flags += [f"--{section}.{key}", *map(str, value if isinstance(value, list) else [value])]
+            if "=" in f"{section}{key}" or isinstance(value, dict | list):
+                raise ValueError(f"{section}.{key} = {value}: a setting is one name with one number, word or text")
+            flags.append(f"--{section}.{key}={value}")  # with =, or a text like "--" would pass for a flag
     return flags
+
+
+def _toml(value: Any) -> str:
+    """JSON's text of a value is TOML too, once no character is escaped as two surrogates and DEL is escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_range(section: str, config: Any, needs: dict[str, str], is_valid: Any) -> None:

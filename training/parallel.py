@@ -33,11 +33,11 @@ def compile_model(model: GPT, mode: str, runtime: Runtime) -> nn.Module:
     (no C++ compiler, no Triton) the model comes back as it is, with one line of notice."""
     if mode == "off" or (mode == "auto" and runtime.device.type != "cuda"):
         return model
-    compiled = cast(nn.Module, torch.compile(model))
     tokens = torch.zeros(2, min(8, model.config.block_size), dtype=torch.int64, device=runtime.device)
     # The trial must not move the random streams that dropout draws from, nor leave gradients.
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         try:
+            compiled = cast(nn.Module, torch.compile(model))
             with runtime.autocast():
                 logits = compiled(tokens)
             next_token_loss(logits, tokens).backward()

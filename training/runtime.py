@@ -100,12 +100,12 @@ def choose_device(name: str) -> torch.device:
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind, is_there in there.items() if is_there)
-    device = torch.device(name)
-    n_cuda = torch.cuda.device_count() if there["cuda"] else 0
-    if not there[device.type] or (device.type == "cuda" and (device.index or 0) >= n_cuda):
+    kind, _, index = name.partition(":")
+    n_devices = torch.cuda.device_count() if kind == "cuda" else 1
+    if not there.get(kind) or (index and not (index.isdecimal() and int(index) < n_devices)):
         choices = ", ".join(kind for kind, is_there in there.items() if is_there)
-        raise ValueError(f"run.device {name} is not on this machine; choose one of: auto, {choices}")
-    return device
+        raise ValueError(f"device {name} is not on this machine; choose one of: auto, {choices}")
+    return torch.device(kind, int(index)) if index else torch.device(kind)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

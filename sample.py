@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop=arguments.stop,
         use_cache=arguments.cache,
     )
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     is_streamed = arguments.n_samples == 1 and not arguments.json
     if is_streamed:
         print(prompt, end="", flush=True)

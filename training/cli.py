@@ -49,6 +49,8 @@ def exit_on_user_error(main: Callable[_Arguments, int]) -> Callable[_Arguments, 
 
     @functools.wraps(main)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a model's text may hold what the terminal cannot show
         script = os.path.basename(sys.modules[main.__module__].__file__ or main.__module__)
         try:
             return main(*args, **kwargs)

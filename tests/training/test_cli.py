@@ -1,0 +1,109 @@
+"""How a script ends: a user's mistake is one line and code 2."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.tiny import REPOSITORY, finish, start
+from training.cli import exit_on_user_error, parse
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form."""
+
+    size: int = 3
+    """A size."""
+    colour: str = "red"
+    """A colour."""
+
+
+def test_arguments_become_the_form():
+    assert parse(Form, ["--size", "4"], "prog") == Form(4, "red")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--size", "x"], ["--size", "'x'"]),
+        (["--colr", "blue"], ["--colr", "perhaps you meant --colour"]),
+        (["--size"], ["--size"]),
+        (["blue"], ["blue"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(arguments, expected, capsys):
+    with pytest.raises(ValueError) as caught:
+        parse(Form, arguments, "prog.py")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not set(message) & set("╭╮╰╯│─")
+    assert message.endswith("; see prog.py --help")
+    assert all(fragment in message for fragment in expected)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_exits_with_code_0(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(Form, ["--help"], "prog.py")
+    assert exit_.value.code == 0
+    assert "A colour." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("too\n   long"), 2, "test_cli.py: too long\n"),
+        (FileNotFoundError(2, "No such file", "x.txt"), 2, "test_cli.py: [Errno 2] No such file: 'x.txt'\n"),
+        (KeyboardInterrupt(), 130, "test_cli.py: interrupted\n"),
+    ],
+)
+def test_user_errors_end_in_one_line_and_a_code(error, code, line, capsys, monkeypatch):
+    monkeypatch.delenv("GLASSGPT_DEBUG", raising=False)
+
+    @exit_on_user_error
+    def main() -> int:
+        raise error
+
+    assert main() == code
+    assert capsys.readouterr() == ("", line)
+
+
+def test_errors_of_ours_keep_their_traceback(monkeypatch):
+    @exit_on_user_error
+    def main(error: Exception) -> int:
+        raise error
+
+    with pytest.raises(ZeroDivisionError):
+        main(ZeroDivisionError())
+    monkeypatch.setenv("GLASSGPT_DEBUG", "1")
+    with pytest.raises(ValueError, match="mine"):
+        main(ValueError("mine"))
+
+
+_SCRIPT = """
+import sys
+from training.cli import exit_on_user_error
+
+@exit_on_user_error
+def main():
+    {body}
+
+sys.exit(main())
+"""
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.format(body="while True: print('x' * 10_000)"))
+    with start(str(script), PYTHONPATH=str(REPOSITORY)) as process:
+        begun = process.stdout.read(10)
+        process.stdout.close()
+        complaint = process.stderr.read()
+    assert (begun, complaint, process.returncode) == ("x" * 10, "", 141)
+
+
+def test_text_that_the_terminal_cannot_show_does_not_end_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.format(body="print('1024³ 苹果'); return 0"), encoding="utf-8")
+    ended = finish(start(str(script), PYTHONPATH=str(REPOSITORY), PYTHONIOENCODING="ascii"))
+    assert ended == (0, "1024? ??\n", "")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from probes.record import AttentionRecord
     from training.checkpoint import Run
 
-_CHECK_TOKENS = 256
 # A required positional would hide what tyro says about a mistyped flag; an empty one is refused in main.
 Source = Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
 Output = Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
@@ -67,21 +66,16 @@ class Map(_Text):
     source: tyro.conf.Positional[Source] = ""
     """A record, or a run directory with --text or --file."""
     layer: str = "all"
-    """Number of the layer, or all."""
+    """Number of the layer, several such as 0,1, or all."""
     head: str = "all"
-    """Number of the head, or all: a grid of thumbnails named layer.head."""
+    """Number of the head, several, or all. More than one make a grid of thumbnails named layer.head."""
     output: Output = ""
     """Picture (*.png, *.svg) or, for one head, table (*.csv) to write."""
-
-    @property
-    def is_one_head(self) -> bool:
-        return "all" not in (self.layer, self.head)
 
 
 @dataclass(frozen=True)
 class Check(_Model):
-    """Measures whether a model keeps its promises: causality, mask, scale, row sums, cached decoding. Exit code 1
-    when one fails."""
+    """Measures whether a model keeps its promises: causality, mask, scale, cached decoding. Exit code 1 if not."""
 
     source: tyro.conf.Positional[Source] = ""
     """Run directory."""
@@ -95,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Capture | Map | Check = parse(Command, argv, "probe.py", description=__doc__)
     if not command.source:
         raise ValueError(f"which run? for example: probe.py {type(command).__name__.lower()} runs/quick")
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if isinstance(command, Capture):
         return run_capture(command)
     return run_map(command) if isinstance(command, Map) else run_check(command)
@@ -109,26 +102,21 @@ def run_capture(command: Capture) -> int:
     from probes.capture import check_room, readable
 
     run = _load(command)
-    layers = None if command.layers == "all" else [_number("layer", part) for part in command.layers.split(",")]
+    layers = _numbers("--layers", command.layers)
     tokens = _tokens(run, text, command.unknown)
-    size = check_room(
-        run.config.model,
-        len(tokens),
-        Path(command.output).parent,
-        n_layers=None if layers is None else len(set(layers)),
-        values=command.values,
-        dtype=run.dtype,
-    )
+    n_layers, folder = len(set(layers)) if layers else None, Path(command.output).parent
+    kept: dict[str, Any] = {"n_layers": n_layers, "values": command.values, "dtype": run.dtype}
+    size = check_room(run.config.model, len(tokens), folder, **kept)
     if not command.json:
         print(f"{len(tokens)} tokens: a record of about {readable(size)}", flush=True)
     record = _capture(run, tokens, layers, command.values)
     record.save(command.output)
     n_bytes = Path(command.output).stat().st_size
     if command.json:
-        about = {"record": command.output, "tokens": len(tokens), "layers": record.layers, "step": record.info.step}
+        about = {"record": command.output, "estimated_bytes": size, "bytes": n_bytes, "tokens": len(tokens)}
         first = record.info.layers[0]
-        made = {"path": first.path, "kernel": first.kernel, "dtype": record.info.dtype}
-        print(json.dumps(about | made | {"estimated_bytes": size, "bytes": n_bytes}))
+        made = {"layers": record.layers, "path": first.path, "kernel": first.kernel, "dtype": record.info.dtype}
+        print(json.dumps(about | made | {"step": run.step}))
     else:
         print(f"wrote {command.output}, {readable(n_bytes)}; row sums and outputs verified")
     return 0
@@ -137,24 +125,34 @@ def run_capture(command: Capture) -> int:
 def run_map(command: Map) -> int:
     if command.output:
         _check_output(command.output, (".png", ".svg", ".csv"))
-    wants_table = command.json or command.output.lower().endswith(".csv")
-    if wants_table and not command.is_one_head:
+    is_one_head = command.layer.isdecimal() and command.head.isdecimal()
+    is_csv = command.output.lower().endswith(".csv")
+    if (is_csv or command.json) and not is_one_head:
         raise ValueError("a table holds one head; give --layer and --head")
     record = _open(command)
-    layers = record.layers if command.layer == "all" else (_number("layer", command.layer),)
-    heads = range(record.n_head) if command.head == "all" else (_number("head", command.head),)
-    record.layer_info(layers[0])
-    record.check_head(heads[0])
-    if not command.output:
-        return _print_map(record, command, layers, heads)
+    layers = _numbers("--layer", command.layer) or record.layers
+    heads = _numbers("--head", command.head) or range(record.n_head)
+    record.check(layers, heads)
+    layer, head = layers[0], heads[0]
+
+    from rich.console import Console
 
     from probes.draw import draw_head, draw_heads, write_csv
+    from probes.terminal import print_head, print_heads
 
-    if not command.is_one_head:
+    if command.output and not is_one_head:
         draw_heads(record, command.output, layers=layers, heads=heads)
+    elif command.output:
+        (write_csv if is_csv else draw_head)(record, layer, head, command.output)
+    elif command.json:
+        weights = record.weights(layer, head).tolist()
+        print(json.dumps({"layer": layer, "head": head, "tokens": record.info.token_texts, "weights": weights}))
+    elif is_one_head:
+        print_head(record, layer, head, Console())
     else:
-        (write_csv if wants_table else draw_head)(record, layers[0], heads[0], command.output)
-    print(json.dumps({"output": command.output}) if command.json else f"wrote {command.output}")
+        print_heads(record, layers, heads, Console())
+    if command.output:
+        print(json.dumps({"output": command.output}) if command.json else f"wrote {command.output}")
     return 0
 
 
@@ -166,7 +164,7 @@ def run_check(command: Check) -> int:
     from probes.terminal import print_checks
 
     run = _load(command)
-    n_valid, n_tokens = run.tokenizer.vocab_size, min(run.config.model.block_size, _CHECK_TOKENS)
+    n_valid, n_tokens = run.tokenizer.vocab_size, min(run.config.model.block_size, 256)
     tokens = torch.randint(n_valid, (n_tokens,), generator=torch.Generator().manual_seed(0))
     results = check(run.model, tokens, n_valid_tokens=n_valid)
     if command.json:
@@ -178,37 +176,18 @@ def run_check(command: Check) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def _print_map(record: "AttentionRecord", command: Map, layers: Sequence[int], heads: Sequence[int]) -> int:
-    from rich.console import Console
-
-    from probes.terminal import print_head, print_heads
-
-    if command.json:
-        weights = record.weights(layers[0], heads[0]).tolist()
-        print(json.dumps({"layer": layers[0], "head": heads[0], "tokens": record.info.token_texts, "weights": weights}))
-    elif command.is_one_head:
-        print_head(record, layers[0], heads[0], Console())
-    else:
-        print_heads(record, layers, heads, Console())
-    return 0
-
-
 def _open(command: Map) -> "AttentionRecord":
     """The record that is named, or a new one of the run that is named."""
     from probes.record import AttentionRecord
 
     if Path(command.source).is_file():
         if command.text or command.file:
-            raise ValueError(
-                f"{command.source} is a record and has its text; --text and --file go with a run directory"
-            )
+            raise ValueError(f"{command.source} is a record and has its text; --text and --file need a run directory")
         return AttentionRecord.load(command.source)
     if not Path(command.source).is_dir():
         raise ValueError(f"{command.source} is neither a record nor a run directory")
-    text = _read_text(command)
-    run = _load(command)
-    layers = None if command.layer == "all" else [_number("layer", command.layer)]
-    return _capture(run, _tokens(run, text, command.unknown), layers, values=False)
+    text, run = _read_text(command), _load(command)
+    return _capture(run, _tokens(run, text, command.unknown), _numbers("--layer", command.layer), values=False)
 
 
 def _load(command: Capture | Map | Check) -> "Run":
@@ -221,59 +200,49 @@ def _load(command: Capture | Map | Check) -> "Run":
 def _capture(run: "Run", tokens: list[int], layers: list[int] | None, values: bool) -> "AttentionRecord":
     from probes.capture import capture
 
-    return capture(
-        run.model,
-        tokens,
-        layers=layers,
-        values=values,
-        token_bytes=[run.tokenizer.token_bytes(token) for token in tokens],
-        dtype=run.dtype,
-        step=run.step,
-        checkpoint_hash=run.checkpoint_hash,
-    )
+    about: dict[str, Any] = {"dtype": run.dtype, "step": run.step, "checkpoint_hash": run.checkpoint_hash}
+    about["token_bytes"] = [run.tokenizer.token_bytes(token) for token in tokens]
+    return capture(run.model, tokens, layers=layers, values=values, **about)
 
 
 def _tokens(run: "Run", text: str, unknown: Literal["error", "skip"]) -> list[int]:
     tokens = run.tokenizer.encode(text, unknown=unknown)
     if not tokens:
         raise ValueError("no token is left of the text; at least one is needed")
-    if len(tokens) > run.config.model.block_size:
-        limit = run.config.model.block_size
+    limit = run.config.model.block_size
+    if len(tokens) > limit:
         raise ValueError(f"the text has {len(tokens)} tokens; this model reads at most {limit} (model.block_size)")
     return tokens
 
 
 def _read_text(command: _Text) -> str:
-    if not command.file:
-        if not command.text:
-            raise ValueError("which text? give --text or --file, with at least one token")
-        if any("\ud800" <= character <= "\udfff" for character in command.text):
-            raise ValueError("--text is not valid UTF-8")
-        return command.text
+    text = command.text
     try:
-        text = Path(command.file).read_text(encoding="utf-8-sig")
+        if command.file:
+            text = Path(command.file).read_text(encoding="utf-8-sig")
+        text.encode("utf-8")  # what the shell passes may hold stray bytes
     except OSError as error:
         raise ValueError(f"cannot read --file {command.file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--file {command.file} is not UTF-8 at byte {error.start}") from error
+    except UnicodeError as error:
+        raise ValueError(f"{command.file or '--text'} is not UTF-8 at {getattr(error, 'start', 0)}") from error
     if not text:
-        raise ValueError(f"--file {command.file} is empty; at least one token is needed")
+        raise ValueError("the text is empty; give --text or --file with at least one token")
     return text
 
 
 def _check_output(output: str, suffixes: tuple[str, ...]) -> None:
     path = Path(output)
     if path.suffix.lower() not in suffixes:
-        raise ValueError(f"--output {output}: the name must end in {' or '.join(suffixes)}")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"lies in a folder that does not exist: {path.parent}"
-        raise ValueError(f"--output {output} {what}")
+        raise ValueError(f"give -o a file name that ends in {' or '.join(suffixes)}, not {output!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"-o {output}: there is no folder {path.parent}")
 
 
-def _number(what: str, text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError(f"{what} {text!r} is no number; give a number from 0, or all")
-    return int(text)
+def _numbers(flag: str, text: str) -> list[int] | None:
+    """`0,2` -> [0, 2]; None for all."""
+    if text != "all" and not all(part.isdecimal() for part in text.split(",")):
+        raise ValueError(f"{flag} {text} is no number from 0; give one, several such as 0,1, or all")
+    return None if text == "all" else [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

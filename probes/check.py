@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +10,7 @@ from torch import Tensor
 from model import GPT
 from model.config import SamplingConfig
 from model.generate import generate
-from probes.path_check import LayerCall, check_layers, layer_calls
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One line of the report. `measured` holds the number and its unit or place, `limit` what it had to keep."""
-
-    name: str
-    passed: bool
-    measured: str
-    limit: str
+from probes.path_check import CheckResult, LayerCall, check_layers, layer_calls
 
 
 @torch.no_grad()
@@ -43,7 +32,7 @@ def check(model: GPT, tokens: Tensor, *, n_valid_tokens: int | None = None) -> l
             causality_by_perturbation(model, tokens, n_valid),
             causality_by_gradient(model, tokens, calls),
             permutation(model, tokens, calls),
-            *(CheckResult(*result) for result in check_layers(model, calls)),
+            *check_layers(model, calls),
             *decoding(model, tokens, n_valid, calls),
         ]
     finally:
@@ -52,31 +41,28 @@ def check(model: GPT, tokens: Tensor, *, n_valid_tokens: int | None = None) -> l
 
 def causality_by_perturbation(model: GPT, tokens: Tensor, n_valid: int) -> CheckResult:
     """Change token t: no logit before t may move. Without a causal mask they must."""
-    name = "causality, by changing a token" if model.config.causal else "sees the future, by changing a token"
+    name = "change of earlier logits when a token changes"
+    limit = "≤ 1e-06" if model.config.causal else "> 0"
     if n_valid < 2:
-        return CheckResult(name, True, "not measured: the vocabulary has one token", "")
+        return CheckResult(name, True, None, limit, "not measured: the vocabulary has one token")
     n, before = tokens.shape[1], model(tokens)
-    largest, place = 0.0, ""
+    largest, detail = 0.0, ""
     for t in sorted({1, n // 2, n - 1}):
         changed = tokens.clone()
         changed[0, t] = (changed[0, t] + n_valid // 2) % n_valid
-        moved = (model(changed) - before)[0, :t].abs().amax(-1)  # (t,)
-        moved = moved.nan_to_num(float("inf"))
+        moved = (model(changed) - before)[0, :t].abs().amax(-1).nan_to_num(float("inf"))  # (t,)
         if moved.max() > largest:
-            largest, place = float(moved.max()), f" at position {int(moved.argmax())} from token {t}"
-    if not model.config.causal:
-        measured = f"{largest:.1e} largest change of an earlier logit"
-        return CheckResult(name, largest > 0, measured, "> 0")
-    measured = f"{largest:.1e} largest change of an earlier logit{place}" + (" (bit for bit)" if largest == 0 else "")
-    return CheckResult(name, largest <= 1e-6, measured, "≤ 1e-06")
+            largest, detail = float(moved.max()), f"position {int(moved.argmax())} moved with token {t}"
+    passed = largest <= 1e-6 if model.config.causal else largest > 0
+    return CheckResult(name, passed, largest, limit, "" if passed else detail)
 
 
 def causality_by_gradient(model: GPT, tokens: Tensor, calls: list[LayerCall]) -> CheckResult:
     """The gradient of position i with respect to the input at j > i is 0; at j = i it is not."""
-    name = "causality, by gradient" if model.config.causal else "sees the future, by gradient"
+    name, limit = "gradient from later tokens", "0" if model.config.causal else "> 0"
     missing = {f"backward_{tokens.device.type}"} - calls[0].path.supports
     if missing:
-        return CheckResult(name, True, f"not measured: path {calls[0].path.name} has no {min(missing)}", "")
+        return CheckResult(name, True, None, limit, f"not measured: path {calls[0].path.name} has no {min(missing)}")
     n = tokens.shape[1]
     rows = sorted({0, n // 2 - 1, n - 2})
     direction = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(0)).to(tokens.device)
@@ -94,9 +80,9 @@ def causality_by_gradient(model: GPT, tokens: Tensor, calls: list[LayerCall]) ->
         ]  # one (T,) a row
     future = max(float(size[i + 1 :].nan_to_num(float("inf")).max()) for i, size in zip(rows, sizes, strict=True))
     own = min(float(size[i]) for i, size in zip(rows, sizes, strict=True))
-    measured = f"{future:.1e} largest gradient from a later token, {own:.1e} smallest from its own"
+    detail = "" if own > 0 else "a position's own token has no gradient"
     passed = (future == 0 if model.config.causal else future > 0) and own > 0
-    return CheckResult(name, passed, measured, "later = 0, own > 0" if model.config.causal else "> 0")
+    return CheckResult(name, passed, future, limit, detail)
 
 
 def permutation(model: GPT, tokens: Tensor, calls: list[LayerCall]) -> CheckResult:
@@ -121,21 +107,23 @@ def permutation(model: GPT, tokens: Tensor, calls: list[LayerCall]) -> CheckResu
         model(shuffled)
     change = float((rows[0] - rows[1]).norm() / rows[0].norm().clamp_min(1e-30))
     position = model.config.position
-    measured = f"{change:.1e} relative change of layer 0's last row when earlier tokens are shuffled"
+    position = model.config.position
+    name = f"change by shuffling the earlier tokens ({position})"
     if position == "none":
-        return CheckResult("no positions: order is invisible", change <= 2e-6, measured, "≤ 2e-06")
+        return CheckResult(name, change <= 2e-6, change, "≤ 2e-06")
     if n < 3 or torch.equal(shuffled, tokens):
-        measured = "not measured: needs two different earlier tokens inside the window"
-        return CheckResult(f"{position} positions: order is visible", True, measured, "")
-    return CheckResult(f"{position} positions: order is visible", change > 2e-6, measured, "> 2e-06")
+        reason = "not measured: needs two different earlier tokens inside the window"
+        return CheckResult(name, True, None, "> 2e-06", reason)
+    return CheckResult(name, change > 2e-6, change, "> 2e-06")
 
 
 def decoding(model: GPT, tokens: Tensor, n_valid: int, calls: list[LayerCall]) -> Iterator[CheckResult]:
     """With a cache, a prompt and then one token at a time, the logits are those of the whole pass; and greedy
     decoding writes the same tokens, also past block_size."""
+    name = "cached - uncached decoding, largest logit difference"
     if "cache" not in calls[0].path.supports or not model.config.causal:
         reason = f"path {calls[0].path.name} has no cache" if model.config.causal else "the model is not causal"
-        yield CheckResult("cached = uncached decoding", True, f"not measured: {reason}", "")
+        yield CheckResult(name, True, None, "≤ 1e-04", f"not measured: {reason}")
         return
     n, cache = tokens.shape[1], model.new_cache()
     whole = model(tokens)[0]  # (T, V)
@@ -144,10 +132,9 @@ def decoding(model: GPT, tokens: Tensor, n_valid: int, calls: list[LayerCall]) -
     steps += [model(tokens[:, i : i + 1], cache=cache)[0] for i in range(prompt, n)]
     moved = (torch.cat(steps) - whole).abs().amax(-1).nan_to_num(float("inf"))  # (T,)
     limit = 1e-4 * max(1.0, float(whole.abs().max()))
-    first_wrong = int((moved > limit).nonzero()[0]) if bool((moved > limit).any()) else None
-    place = "" if first_wrong is None else f", first wrong at position {first_wrong} (prompt of {prompt})"
-    measured = f"{float(moved.max()):.1e} largest difference of a logit{place}"
-    yield CheckResult("cached = uncached logits", first_wrong is None, measured, f"≤ {limit:.0e}")
+    passed = bool(moved.max() <= limit)
+    first = f"first at position {int((moved > limit).nonzero()[0])}, after a prompt of {prompt}" if not passed else ""
+    yield CheckResult(name, passed, float(moved.max()), f"≤ {limit:.0e}", first)
 
     start = tokens.repeat(1, -(-model.config.block_size // n))[:, : max(1, model.config.block_size - 4)]
     count = 4 + min(12, model.config.block_size)
@@ -157,10 +144,10 @@ def decoding(model: GPT, tokens: Tensor, n_valid: int, calls: list[LayerCall]) -
         for use_cache in (True, False)
     )  # (count,)
     same = cached == uncached
-    n_same = count if bool(same.all()) else int((~same).nonzero()[0])
     past = start.shape[1] + count - model.config.block_size
-    measured = f"{n_same} of {count} greedy tokens the same, {past} of them past block_size"
-    yield CheckResult("cached = uncached greedy tokens", n_same == count, measured, f"{count}")
+    name = f"greedy tokens changed by a cache, of {count} ({past} past block)"
+    detail = "" if bool(same.all()) else f"first at token {int((~same).nonzero()[0])}"
+    yield CheckResult(name, not detail, int((~same).sum()), "0", detail)
 
 
 @contextmanager

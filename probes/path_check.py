@@ -19,7 +19,18 @@ from probes.capture import attention_path
 from probes.record import allowed_pairs
 
 _MASK_TOKENS = 48  # more when a window is longer
-_Result = tuple[str, bool, str, str]  # name, passed, measured, limit
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of a report. `measured` is the number that had to keep `limit`, None when it was not measured;
+    `detail` says why not, or where it went wrong."""
+
+    name: str
+    passed: bool
+    measured: float | None
+    limit: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,8 @@ def layer_calls(model: GPT, tokens: Tensor) -> list[LayerCall]:
     return calls
 
 
-def check_layers(model: GPT, calls: list[LayerCall]) -> Iterator[_Result]:
-    """(name, passed, measured, limit) of each check, over all layers; a failing layer is named."""
+def check_layers(model: GPT, calls: list[LayerCall]) -> Iterator[CheckResult]:
+    """One result a check, over all layers; `detail` names the layers that fail."""
     yield _mask(model, calls)
     yield _row_sums(calls)
     if all("log_sum_exp" in call.path.supports for call in calls):
@@ -85,9 +96,9 @@ def _expected_rule(model: GPT, call: LayerCall) -> MaskRule:
     return call.path.rule_for(MaskRule(causal=model.config.causal))
 
 
-def _mask(model: GPT, calls: list[LayerCall]) -> _Result:
+def _mask(model: GPT, calls: list[LayerCall]) -> CheckResult:
     """Which pairs carry weight, against which may. Names layer, offset j - i and the first pair of each error."""
-    errors, n_pairs = [], 0
+    errors, n_pairs, n_wrong = [], 0, 0
     for call in calls:
         rule = _expected_rule(model, call)
         n = max(_MASK_TOKENS, (rule.window or 0) + rule.n_global + 8)
@@ -98,10 +109,11 @@ def _mask(model: GPT, calls: list[LayerCall]) -> _Result:
         leaks = ((weights > 1e-7).any(0)) & ~allowed
         missing = ~(weights > 0).all(0) & allowed  # NaN is missing too
         n_pairs += allowed.numel()
+        n_wrong += int((leaks | missing).sum())
         errors += _name_errors(call.layer, leaks, "sees forbidden")
         errors += _name_errors(call.layer, missing, "misses allowed")
-    measured = "; ".join(errors) if errors else f"0 wrong of {n_pairs} pairs in {len(calls)} layers"
-    return "mask", not errors, measured, "0 wrong"
+    name = f"wrong pairs in the masks, of {n_pairs} in {len(calls)} layers"
+    return CheckResult(name, not errors, n_wrong, "0", "; ".join(errors))
 
 
 def _name_errors(layer: int, wrong: Tensor, what: str) -> list[str]:
@@ -114,23 +126,23 @@ def _name_errors(layer: int, wrong: Tensor, what: str) -> list[str]:
     return [f"layer {layer} {what} keys at offset {shown} (query {i}, key {j})"]
 
 
-def _row_sums(calls: list[LayerCall]) -> _Result:
+def _row_sums(calls: list[LayerCall]) -> CheckResult:
     """With all values 1 every output must be 1: the kernel's own weights sum to one."""
     deviations = [(call.path(call.q, call.k, torch.ones_like(call.v), rule=call.rule) - 1).abs() for call in calls]
-    return _worst("row sums of the kernel", calls, deviations, 1e-5, "from 1")
+    return _worst("row sums of the kernel, off 1", calls, deviations, 1e-5)
 
 
-def _log_sum_exp(model: GPT, calls: list[LayerCall]) -> _Result:
+def _log_sum_exp(model: GPT, calls: list[LayerCall]) -> CheckResult:
     """sum_j exp(score_ij - lse_i) must be 1, with scores and mask from the configuration."""
     deviations = []
     for call in calls:
         scores = _float64_scores(model, call, call.q, call.k)  # (H, T, T)
         lse = call.path.log_sum_exp(call.q, call.k, rule=call.rule)[0].double()  # (H, T)
         deviations.append((torch.exp(scores - lse[:, :, None]).sum(-1) - 1).abs()[None, :, :, None])
-    return _worst("row sums from log-sum-exp", calls, deviations, 1e-4, "from 1")
+    return _worst("row sums from log-sum-exp, off 1", calls, deviations, 1e-4)
 
 
-def _scale(model: GPT, calls: list[LayerCall]) -> _Result:
+def _scale(model: GPT, calls: list[LayerCall]) -> CheckResult:
     """log A[i, j] - log A[i, j'] = scale·(q_i·k_j - q_i·k_j'): the last row's slope is the factor on q·k."""
     worst, wrong = 0.0, []
     expected = model.config.head_dim**-0.5
@@ -148,14 +160,13 @@ def _scale(model: GPT, calls: list[LayerCall]) -> _Result:
         measured = float((logs * products).sum() / products.square().sum())
         error = abs(measured / expected - 1)
         if not error <= 1e-3:
-            wrong.append(f"layer {call.layer}: {measured:.5f}")
+            wrong.append(f"layer {call.layer} has {measured:.5f}")
         worst = max(worst, error)
-    if wrong:
-        return "scale of the scores", False, f"{'; '.join(wrong)}; expected {expected:.5f}", "0.1 %"
-    return "scale of the scores", True, f"{expected:.5f} within {worst:.1e} in {len(calls)} layers", "0.1 %"
+    detail = f"{'; '.join(wrong)}; expected {expected:.5f}" if wrong else ""
+    return CheckResult("scale of the scores, relative error", not wrong, worst, "≤ 1e-03", detail)
 
 
-def _reference(model: GPT, calls: list[LayerCall]) -> _Result:
+def _reference(model: GPT, calls: list[LayerCall]) -> CheckResult:
     """The same q, k, v along the reference path, built from the configuration."""
     config = model.config
     reference = build("reference", softcap=config.attention_softcap, alibi=config.position == "alibi")
@@ -163,20 +174,19 @@ def _reference(model: GPT, calls: list[LayerCall]) -> _Result:
     for call in calls:
         out = reference(call.q, call.k, call.v, rule=_expected_rule(model, call))
         deviations.append((out - call.out).abs() / call.v.abs().max().clamp_min(1.0))
-    return _worst(f"path {calls[0].path.name} = reference", calls, deviations, 1e-5, "from the reference output")
+    return _worst(f"{calls[0].path.name} - reference, largest difference", calls, deviations, 1e-5)
 
 
-def _worst(name: str, calls: list[LayerCall], deviations: list[Tensor], limit: float, unit: str) -> _Result:
+def _worst(name: str, calls: list[LayerCall], deviations: list[Tensor], limit: float) -> CheckResult:
     """deviations: (1, H, T, D) a layer. Names layer, head and row of the largest in each layer that fails."""
     largest = [deviation[0].amax(-1).nan_to_num(float("inf")) for deviation in deviations]  # (H, T) a layer
     wrong = []
     for call, deviation in zip(calls, largest, strict=True):
         if deviation.max() > limit:
             head, row = divmod(int(deviation.argmax()), deviation.shape[1])
-            wrong.append(f"layer {call.layer} head {head} row {row}: {float(deviation.max()):.1e} {unit}")
+            wrong.append(f"layer {call.layer} head {head} row {row}: {float(deviation.max()):.1e}")
     worst = max(float(deviation.max()) for deviation in largest)
-    measured = "; ".join(wrong) if wrong else f"{worst:.1e} {unit} at most"
-    return name, not wrong, measured, f"≤ {limit:.0e}"
+    return CheckResult(name, not wrong, worst, f"≤ {limit:.0e}", "; ".join(wrong))
 
 
 def _float64_scores(model: GPT, call: LayerCall, q: Tensor, k: Tensor) -> Tensor:

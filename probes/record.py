@@ -7,7 +7,7 @@ Every flash-attention backward pass recomputes its maps the same way (Dao et al.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,13 @@ class AttentionRecord:
             raise ValueError(f"layer {layer} is not in this record; it has {choices(self.layers)}")
         return self._layers[layer]
 
-    def check_head(self, head: int) -> None:
-        """ValueError with the choices when there is no such head."""
-        if not 0 <= head < self.n_head:
-            raise ValueError(f"head {head} does not exist; choose {choices(range(self.n_head))}")
+    def check(self, layers: Iterable[int], heads: Iterable[int]) -> None:
+        """ValueError with the choices when one of these layers or heads is not here."""
+        for layer in layers:
+            self.layer_info(layer)
+        for head in heads:
+            if not 0 <= head < self.n_head:
+                raise ValueError(f"head {head} does not exist; choose {choices(range(self.n_head))}")
 
     def tensor(self, layer: int, name: str, index: Any = slice(None)) -> Tensor:
         """`q`, `k`, `lse` or `v` of a layer, or the part that `index` asks for; only that part is read from a file."""
@@ -71,7 +74,7 @@ class AttentionRecord:
         rows and columns are slices of positions with step 1. ValueError for a layer or head that is not there.
         """
         info = self.layer_info(layer)
-        self.check_head(head)
+        self.check((layer,), (head,))
         rows, columns = self._positions(rows), self._positions(columns)
         group = head // (self.n_head // self.n_kv_head)
         q = self.tensor(layer, "q", (head, rows))  # (rows, D)

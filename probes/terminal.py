@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from probes.check import CheckResult
 from probes.draw import FORBIDDEN, HUE, provenance
 from probes.labels import escape_unencodable, fit, labels
+from probes.path_check import CheckResult
 from probes.record import AttentionRecord
 
 _INDEX_WIDTH = 7  # "131071 "
@@ -55,14 +55,18 @@ def print_heads(record: AttentionRecord, layers: Sequence[int], heads: Sequence[
 
 
 def print_checks(checks: Sequence[CheckResult], title: str, console: Console) -> None:
-    """A table of one line a check. A line that is longer than the terminal is wrapped, never cut."""
+    """A table of one line a check, and below it what there is to say about those that failed or were not measured."""
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     for column in ("", "check", "measured", "limit"):
-        table.add_column(column)
+        table.add_column(column, justify="right" if column == "measured" else "left")
     for check in checks:
         verdict = Text("ok", "green") if check.passed else Text("FAIL", "bold red")
-        table.add_row(verdict, *map(Text, (check.name, check.measured, check.limit)))
+        measured = "-" if check.measured is None else f"{check.measured:.1e}" if check.measured else "0"
+        table.add_row(verdict, *map(Text, (check.name, measured, check.limit)))
     console.print(table)
+    for check in checks:
+        if check.detail:
+            console.print(Text(f"{'ok' if check.passed else 'FAIL'}  {check.name}: {check.detail}"), soft_wrap=True)
 
 
 def _print_title(record: AttentionRecord, name: str, layer: int, n_cells: int, console: Console) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from model import GPT, ModelConfig
+from model.attention import path_class
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -51,6 +52,12 @@ def test_option_that_a_path_lacks_is_refused_when_the_model_is_built():
         GPT(ModelConfig(attention="flash", position="alibi", vocab_size=5))
     with pytest.raises(ValueError, match=r"'flash' does not support softcap; paths that do: .*reference"):
         GPT(ModelConfig(attention="flash", attention_softcap=5.0, vocab_size=5))
+
+
+def test_rule_that_a_path_lacks_is_refused_when_the_model_is_built(monkeypatch):
+    monkeypatch.setattr(path_class("flash"), "supports", frozenset({"cache"}))
+    with pytest.raises(ValueError, match=r"'flash' does not support bidirectional; paths that do: .*reference"):
+        GPT(ModelConfig(attention="flash", causal=False, vocab_size=5))
 
 
 def test_model_needs_a_vocabulary():

@@ -141,11 +141,26 @@ def test_softcap_bounds_the_logits():
     torch.testing.assert_close(model.logits(x), 0.5 * torch.tanh(x @ model.token_embedding.weight.T / 0.5))
 
 
-def test_dropout_acts_in_training_only():
-    tokens, model = torch.randint(13, (1, 12)), GPT(small(dropout=0.5))
+@pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
+def test_dropout_acts_in_training_only(option):
+    tokens, model = torch.randint(13, (1, 12)), GPT(small(**{option: 0.5}))
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
+
+
+def test_dropout_sits_on_the_embedding_and_on_each_sublayers_output():
+    """With each dropout made to drop all, a pre-norm block is the identity, a post-norm block its norms, and nothing of
+    the embedding is left."""
+    for placement in ("pre", "post"):
+        model = GPT(small(norm_placement=placement))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.register_forward_hook(lambda _, args, out: torch.zeros_like(out))
+        x, block = torch.randn(1, 12, 16), model.blocks[0]
+        kept = x if placement == "pre" else block.mlp_norm(block.attn_norm(x))
+        assert torch.equal(block(x, positions=torch.arange(12)), kept)
+        assert not model(torch.randint(13, (1, 12))).any()
 
 
 def test_bidirectional_model_sees_the_future():

@@ -157,10 +157,11 @@ def check_causality(make):
 
 def check_permutation(make):
     """A path knows no order: with the causal rule shuffling the past leaves the last row alone, without it the output
-    is shuffled the same way."""
+    is shuffled the same way. (A path that narrows the rule to a window knows order by it.)"""
     path, (q, k, v) = make().eval(), draw_inputs(9, 9)
     past = torch.tensor([3, 7, 0, 5, 2, 1, 6, 4, 8])
-    assert path.rule_for(MaskRule()).window is None or path.rule_for(MaskRule()).window >= 9
+    if (path.rule_for(MaskRule()).window or 9) < 9:
+        return
     out = path(q, k, v, rule=MaskRule())
     same(path(q[:, :, past], k[:, :, past], v[:, :, past], rule=MaskRule())[:, :, -1], out[:, :, -1])
     if "bidirectional" in path.supports:

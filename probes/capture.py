@@ -104,7 +104,8 @@ def check_room(
     room, place = min((shutil.disk_usage(folder).free, "disk"), (memory, "memory"))
     if size <= room:
         return size
-    fitting = [n for n in range(1, config.n_layer) if estimate(config, n_tokens, n_layers=n, dtype=dtype) <= room]
+    sizes = [estimate(config, n_tokens, n_layers=n, values=values, dtype=dtype) for n in range(1, config.n_layer)]
+    fitting = [n for n, smaller in enumerate(sizes, start=1) if smaller <= room]
     choice = f"--layers {','.join(map(str, range(fitting[-1])))} would fit" if fitting else "take a shorter text"
     raise ValueError(f"the record needs {readable(size)} of {place}; {readable(max(0, room))} are free; {choice}")
 

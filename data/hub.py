@@ -26,9 +26,8 @@ class TableSource(Source):
 
     def __init__(self, name: str, dataset: Any, config: DataConfig) -> None:
         if config.column not in dataset.column_names:
-            raise ValueError(
-                f"{name} has no column {config.column!r}; --data.column must be one of {', '.join(dataset.column_names)}"
-            )
+            choices = ", ".join(dataset.column_names)
+            raise ValueError(f"{name} has no column {config.column!r}; choose --data.column from {choices}")
         if (dtype := getattr(dataset.features[config.column], "dtype", "nested")) not in ("string", "large_string"):
             raise ValueError(
                 f"column {config.column!r} of {name} holds {dtype}, not text; choose another --data.column"
@@ -63,7 +62,7 @@ def open_hub(config: DataConfig) -> TableSource:
 
 
 def open_tables(config: DataConfig, kind: str, where: Path | list[Path]) -> TableSource:
-    """Local files of one kind (json, csv, parquet), or a folder of them, in which names such as test.csv make splits."""
+    """Local files of one kind (json, csv, parquet), or a folder of them, where names such as test.csv make splits."""
     data_files = None if isinstance(where, Path) else [str(path.resolve()) for path in where]
     try:
         dataset = _load(
@@ -77,7 +76,12 @@ def open_tables(config: DataConfig, kind: str, where: Path | list[Path]) -> Tabl
 def _load(path: str, **options: Any) -> Any:
     import datasets
 
-    return datasets.load_dataset(path, **options)
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its log repeats the error that is raised
+    try:
+        return datasets.load_dataset(path, **options)
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 @contextmanager

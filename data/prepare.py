@@ -58,8 +58,8 @@ class Corpus:
         if (largest := min(len(train), len(val)) - 1) < block_size:
             fits = f"the largest that fits both is {largest}" if largest > 0 else "no block_size fits both"
             raise ValueError(
-                f"the corpus is too short for block_size {block_size}: {len(train)} tokens for training and {len(val)} for "
-                f"validation, {block_size + 1} needed in each; {fits}"
+                f"the corpus is too short for block_size {block_size}: {len(train)} tokens for training and {len(val)} "
+                f"for validation, {block_size + 1} needed in each; {fits}"
             )
         return Split(train, val, self.tokenizer.n_bytes(val))
 

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def read_pydocs() -> tuple[str, ...]:
     """One text for each topic of the language reference and for each documented standard library module.
 
-    The modules are parsed, never imported. The order is that of the titles' hashes: fixed, and mixed enough for the end
-    of the text, which is kept for validation, to resemble the rest. ValueError when this Python carries no documentation.
+    The modules are parsed, never imported. The order is that of the titles' hashes: fixed, and mixed enough for the
+    end of the text, which is kept for validation, to resemble the rest. ValueError when this Python carries none.
     """
     texts = {**_topics(), **dict(_modules())}
     if not texts:
@@ -51,9 +52,10 @@ def _library_files() -> list[tuple[str, Path]]:
     """Name and path of every module to read, in the order of the names."""
     library = Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in library.rglob("*.py"):
-        parts = path.relative_to(library).with_suffix("").parts
-        if not SKIPPED_FOLDERS & set(parts[:-1]):
+    for folder, subfolders, names in os.walk(library):
+        subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            parts = path.relative_to(library).with_suffix("").parts
             files.append((".".join(parts).removesuffix(".__init__"), path))
     return sorted(files)
 

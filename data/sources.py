@@ -40,10 +40,6 @@ class FileSource(Source):
     def __init__(self, name: str, paths: list[Path], encoding: str) -> None:
         self.name, self.paths, self.encoding = name, paths, encoding
         self.n_bytes = sum(path.stat().st_size for path in paths)
-        if not self.n_bytes:
-            raise ValueError(
-                f"{paths[0]} is empty" if len(paths) == 1 else f"all {len(paths)} files of {name} are empty"
-            )
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(f"files {codecs.lookup(self.encoding).name}".encode())
@@ -82,16 +78,19 @@ def _open_source(config: DataConfig) -> Source:
         return open_hub(config)
     else:
         raise ValueError(
-            f"--data.source {source!r}: no such file or folder; other choices are pydocs, {', '.join(PRESETS)}, a glob, "
-            "or a Hugging Face id owner/name"
+            f"--data.source {source!r}: no such file or folder; other choices are pydocs, {', '.join(PRESETS)}, "
+            "a glob, or a Hugging Face id owner/name"
         )
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is no regular file; text is read more than once, so save it to one first")
+        file.open("rb").close()  # one that cannot be read is refused before work begins
+    if not any(file.stat().st_size for file in files):
+        raise ValueError(f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files of {source} are empty")
     kinds = {TABLE_KINDS.get(file.suffix.lower()) for file in files}
     if kinds == {None}:
         _check_split(config)
         _check_encoding(config.encoding)
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"{file} is no regular file; text is read more than once, so save it to one first")
         return FileSource(source, files, config.encoding)
     if None in kinds or len(kinds) > 1:
         raise ValueError(f"{source} mixes kinds of files; pick one kind with a glob, as in '{path.parent / '*.txt'}'")

@@ -184,7 +184,7 @@ class TiktokenTokenizer(Tokenizer):
         self._encoding = encoding
 
     def encode_array(self, text: str, unknown: Unknown = "error") -> Array:  # noqa: ARG002 (nothing is unknown)
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        return self._encoding.encode_to_numpy(without_surrogates(text), disallowed_special=())
 
 
 class BpeTokenizer(TiktokenTokenizer):

@@ -69,11 +69,11 @@ def code_point(character: str) -> str:
     return f"U+{ord(character):04X}"
 
 
-def fit(text: str, n_cells: int) -> str:
-    """Exactly n_cells terminal columns: wide characters count two; a longer text is cut and ends in `…`."""
+def fit(text: str, n_cells: int, mark: str = "…") -> str:
+    """Exactly n_cells terminal columns: wide characters count two; a longer text is cut and ends in `mark`."""
     if cell_len(text) <= n_cells:
         return text + " " * (n_cells - cell_len(text))
-    return set_cell_size(text, n_cells - 1) + "…" if n_cells > 0 else ""
+    return set_cell_size(text, n_cells - 1) + mark if n_cells > 0 else ""
 
 
 def fonts_for(texts: Iterable[str]) -> tuple[list[str], set[int]]:

@@ -86,7 +86,7 @@ def _labelled(cells: Tensor, names: Sequence[str], label_width: int, console: Co
     """A line a query with its number and label; below, each key's label from top to bottom in its two columns."""
     lines = []
     for i, (name, row) in enumerate(zip(names, cells.tolist(), strict=True)):
-        line = Text(f"{i:>{_INDEX_WIDTH - 1}} {fit(name, label_width)} ")
+        line = Text(f"{i:>{_INDEX_WIDTH - 1}} {fit(name, label_width, '~' if console.options.ascii_only else '…')} ")
         for weight in row:
             line.append_text(_cell(weight, console))
         lines.append(line)

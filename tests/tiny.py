@@ -55,6 +55,8 @@ def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, st
     """Exit code, stdout and stderr."""
     try:
         out, err = process.communicate(timeout=timeout)
-    finally:
+    except subprocess.TimeoutExpired:
         process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout} s; stdout {out!r}, stderr {err!r}") from None
     return process.returncode, out, err

@@ -1,0 +1,182 @@
+"""A run that was interrupted is, bit for bit, the run that was not."""
+
+import contextlib
+import importlib
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import finish, start, tiny_config, tiny_flags
+from train import train
+from training.metrics import read_metrics
+
+CLOCK = {"seconds", "tokens_per_second"}
+
+
+def last(folder: Path) -> dict:
+    """The training state in last.pt."""
+    return torch.load(folder / "last.pt", weights_only=True)
+
+
+def rows(folder: Path) -> list[dict]:
+    """metrics.jsonl without what a clock decides."""
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in read_metrics(folder)]
+
+
+def assert_same_run(got: Path, expected: Path) -> None:
+    """Equal in every bit, the metrics too."""
+    there, here = last(expected), last(got)
+    for one in (there, here):
+        one.pop("seconds")
+        one["config"].pop("run")
+        one["config"]["train"].pop("stop_at")
+    assert set(here) == set(there)
+    assert _plain(here) == _plain(there)
+    assert rows(got) == rows(expected)
+
+
+def _plain(value: object) -> object:
+    """Tensors as types and bytes, for a comparison that knows no tolerance and takes nan for nan."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return repr(value)
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    """Saves half a second a call; the report has its own test."""
+    monkeypatch.setattr(importlib.import_module("train"), "report", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize(
+    ("order", "dtype", "changes"),
+    [
+        ("random", "float32", {}),
+        ("sequential", "bfloat16", {"micro_batch_size": 2}),
+        ("random", "bfloat16", {"schedule": "linear", "norm": "rmsnorm", "position": "rope"}),
+        ("sequential", "float32", {"micro_batch_size": 1, "attention_dropout": 0.1, "attention": "reference"}),
+    ],
+)
+def test_20_steps_are_10_and_10_and_are_5_and_5_and_10(order, dtype, changes, tmp_path, capsys):
+    changes = {"order": order, "dtype": dtype, "dropout": 0.2, **changes}
+    for name, stops in {"whole": [0], "halves": [10, 0], "parts": [5, 10, 20]}.items():
+        for stop in stops:
+            state = train(tiny_config(tmp_path, name, stop_at=stop, **changes))
+            assert state.step == (stop or 20)
+    shown = capsys.readouterr().out
+    assert [f"resuming {tmp_path / 'parts'} after step {n}" in shown for n in (5, 10, 15)] == [True, True, False]
+    assert_same_run(tmp_path / "halves", tmp_path / "whole")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert [row["step"] for row in rows(tmp_path / "parts")] == list(range(1, 21))
+    # The comparison is worth something: dropout did draw, and training did move.
+    train(tiny_config(tmp_path, "still", **changes | {"dropout": 0.0, "attention_dropout": 0.0}))
+    assert rows(tmp_path / "still") != rows(tmp_path / "whole")
+    assert rows(tmp_path / "whole")[-1]["train_loss"] < rows(tmp_path / "whole")[0]["train_loss"] - 0.2
+
+
+@pytest.mark.usefixtures("no_report")
+def test_steps_after_the_checkpoint_are_run_and_written_again(tmp_path):
+    """As after a power cut: metrics are ahead of the checkpoint, and their last line is cut short."""
+    train(tiny_config(tmp_path, "whole"))
+    train(tiny_config(tmp_path, "cut", stop_at=10))
+    at_10 = (tmp_path / "cut" / "last.pt").read_bytes()
+    train(tiny_config(tmp_path, "cut", stop_at=15))
+    (tmp_path / "cut" / "last.pt").write_bytes(at_10)
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 16, "tok')
+    train(tiny_config(tmp_path, "cut"))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert all(json.loads(line) for line in metrics.read_text().splitlines())
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
+    train(tiny_config(tmp_path))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.suffix != ".png"}
+    capsys.readouterr()
+    state = train(tiny_config(tmp_path))
+    assert state.step == 20
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.suffix != ".png"} == before
+    assert "validation loss after step 20" in capsys.readouterr().out
+
+
+def test_signals_end_a_process_after_a_step_with_a_checkpoint_and_lose_nothing(tmp_path):
+    changes = {"dtype": "bfloat16", "dropout": 0.2, "micro_batch_size": 2}
+    changes |= {"max_steps": 120, "checkpoint_interval": 1000, "eval_interval": 120}
+    reached = 0
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = start("train.py", *tiny_flags(tmp_path, "stopped", **changes))
+        deadline = time.monotonic() + 30
+        while len(rows(tmp_path / "stopped")) < reached + 3 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(number)
+        got, out, err = finish(process, timeout=20)
+        assert (got, err) == (code, "")
+        content = last(tmp_path / "stopped")
+        assert reached + 3 <= content["step"] < 120
+        reached = content["step"]
+        assert f"stopped after step {reached} of 120; the same command continues" in out
+        assert not list((tmp_path / "stopped").glob("*.tmp"))
+    code, out, err = finish(start("train.py", *tiny_flags(tmp_path, "stopped", **changes)))
+    assert (code, err) == (0, "")
+    assert f"resuming {tmp_path / 'stopped'} after step {reached}" in out
+    train(tiny_config(tmp_path, "whole", **changes))
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+_MAIN_SEVERAL_TIMES = """
+import json, os, sys, train
+for flags, os.environ["MASTER_PORT"] in json.loads(sys.argv[1]):
+    print("code", train.main(flags))
+"""
+
+
+def _two_processes(*runs: list[str]) -> list[tuple[int, str, str]]:
+    """What torchrun --nproc-per-node 2 does: the runs one after the other on two processes, each on a free port."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in runs]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = [str(probe.getsockname()[1]) for probe in probes]
+    arguments = ("-c", _MAIN_SEVERAL_TIMES, json.dumps(list(zip(runs, ports, strict=True))))
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    processes = [start(*arguments, **place, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+    try:
+        return [finish(process, timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_two_processes_give_the_losses_of_one_also_when_resumed(tmp_path):
+    changes = {"max_steps": 10, "micro_batch_size": 1}
+    train(tiny_config(tmp_path, "one", **changes))
+    main, other = _two_processes(
+        tiny_flags(tmp_path, "two", batch_size=3),
+        tiny_flags(tmp_path, "two", stop_at=5, **changes),
+        tiny_flags(tmp_path, "two", **changes),
+    )
+    assert [line for line in main[1].splitlines() if line.startswith("code")] == ["code 2", "code 0", "code 0"]
+    assert other[1] == "code 2\ncode 0\ncode 0\n"  # only the main process speaks
+    assert f"resuming {tmp_path / 'two'} after step 5" in main[1]
+    for _, _, err in (main, other):
+        assert "train.batch_size 3 / 2 processes = 1.5: not whole; try 2" in err
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert [row["step"] for row in two] == list(range(1, 11))
+    assert [row.keys() for row in two] == [row.keys() for row in one]
+    # float32 sums in another order: differences of 1e-7 grow a little over ten steps
+    for got, expected in zip(two, one, strict=True):
+        assert got == pytest.approx(expected, rel=1e-4)
+    for p, q in zip(last(tmp_path / "two")["model"].values(), last(tmp_path / "one")["model"].values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    assert len(last(tmp_path / "two")["training"]["rng"]) == 2

@@ -3,8 +3,9 @@
 import hashlib
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,24 @@ import torch
 from torch import Tensor
 
 from model import GPT, ModelConfig
+from model.attention.mask import MaskRule
 from model.attention.path import AttentionPath, alibi_slopes
 from probes.record import AttentionRecord, LayerInfo, RecordInfo
 
 _VERIFIED_ROWS = 8192  # per head; a longer text is verified at evenly spaced rows
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer's path as the model makes it: q (1, H, T, D), k and v (1, G, T, D), out (1, H, T, D)."""
+
+    layer: int
+    path: AttentionPath
+    rule: MaskRule
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
 
 
 def capture(
@@ -47,35 +62,49 @@ def capture(
     kept: dict[str, Tensor] = {}
     infos: list[LayerInfo] = []
 
-    def hook_for(layer: int) -> Any:
-        def hook(path: AttentionPath, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-            q, k, v = args
-            layer_info = _layer_info(layer, path, q, k, v, kwargs["rule"])
-            parts = {"q": q, "k": k, "lse": path.log_sum_exp(q, k, rule=kwargs["rule"]).float(), "v": v}
-            tensors = {f"layers.{layer}.{name}": part[0].cpu().contiguous() for name, part in parts.items()}
-            here = replace(info, layers=(layer_info,), dtype=str(q.dtype).removeprefix("torch."))
-            _verify(AttentionRecord(here, tensors), layer, out[0].cpu())
-            if not values:
-                del tensors[f"layers.{layer}.v"]
-            infos.append(layer_info)
-            kept.update(tensors)
+    def see(call: LayerCall) -> None:
+        lse = call.path.log_sum_exp(call.q, call.k, rule=call.rule).float()
+        parts = {"q": call.q, "k": call.k, "lse": lse, "v": call.v}
+        tensors = {f"layers.{call.layer}.{name}": part[0].cpu().contiguous() for name, part in parts.items()}
+        infos.append(_layer_info(call))
+        here = replace(info, layers=(infos[-1],), dtype=str(call.q.dtype).removeprefix("torch."))
+        _verify(AttentionRecord(here, tensors), call.layer, call.out[0].cpu())
+        if not values:
+            del tensors[f"layers.{call.layer}.v"]
+        kept.update(tensors)
 
-        return hook
-
-    paths = {i: attention_path(model, i) for i in chosen}
-    handles = [path.register_forward_hook(hook_for(i), with_kwargs=True) for i, path in paths.items()]
     was_training = model.training
-    low_precision = dtype in ("bfloat16", "float16")
+    autocast = torch.autocast(device.type, getattr(torch, dtype), enabled=dtype in ("bfloat16", "float16"))
     try:
         model.eval()
-        with torch.no_grad(), torch.autocast(device.type, getattr(torch, dtype), enabled=low_precision):
+        with torch.no_grad(), autocast, watching(model, chosen, see):
             model(ids)
     finally:
         model.train(was_training)
-        for handle in handles:
-            handle.remove()
     kept_dtype = str(kept[f"layers.{chosen[0]}.q"].dtype).removeprefix("torch.")
     return AttentionRecord(replace(info, layers=tuple(infos), dtype=kept_dtype), kept)
+
+
+@contextmanager
+def watching(model: GPT, layers: Iterable[int], see: Callable[[LayerCall], None]) -> Iterator[None]:
+    """While it lasts, `see` gets every call of the attention paths of these layers, after the call."""
+
+    def hook_for(layer: int) -> Any:
+        def hook(path: AttentionPath, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+            q, k, v = args
+            see(LayerCall(layer, path, kwargs["rule"], q, k, v, out))
+
+        return hook
+
+    handles = []
+    for layer in layers:
+        path = model.get_submodule(f"blocks.{layer}.attn.path")
+        handles.append(path.register_forward_hook(hook_for(layer), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def estimate(
@@ -128,13 +157,6 @@ def readable(n_bytes: float) -> str:
     return f"{n_bytes:.3g} GB"
 
 
-def attention_path(model: GPT, layer: int) -> AttentionPath:
-    """The attention path of a layer: the module to hook."""
-    path = model.get_submodule(f"blocks.{layer}.attn.path")
-    assert isinstance(path, AttentionPath)
-    return path
-
-
 def _chosen_layers(config: ModelConfig, layers: Sequence[int] | None) -> list[int]:
     if layers is None:
         return list(range(config.n_layer))
@@ -179,15 +201,16 @@ def _describe(
     )
 
 
-def _layer_info(index: int, path: AttentionPath, q: Tensor, k: Tensor, v: Tensor, rule: Any) -> LayerInfo:
+def _layer_info(call: LayerCall) -> LayerInfo:
+    path, q = call.path, call.q
     if "log_sum_exp" not in path.supports:
         raise ValueError(f"attention path {path.name!r} has no log-sum-exp; a record needs one")
     slopes = tuple(alibi_slopes(q.shape[1], torch.float32, q.device).tolist()) if path.alibi else None
-    followed = path.rule_for(rule)
+    followed = path.rule_for(call.rule)
     if followed.documents is not None:
         followed = replace(followed, documents=followed.documents.cpu())
-    kernel = path.kernel(q, k, v, rule=rule)
-    return LayerInfo(index, path.name, kernel, float(path.scale_for(q)), followed, float(path.softcap), slopes)
+    kernel = path.kernel(q, call.k, call.v, rule=call.rule)
+    return LayerInfo(call.layer, path.name, kernel, float(path.scale_for(q)), followed, float(path.softcap), slopes)
 
 
 def _verify(record: AttentionRecord, layer: int, out: Tensor) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from model import GPT
 from model.config import SamplingConfig
 from model.generate import generate
-from probes.path_check import CheckResult, LayerCall, check_layers, layer_calls
+from probes.capture import LayerCall
+from probes.path_check import CheckResult, check_layers, layer_calls
 
 
 @torch.no_grad()

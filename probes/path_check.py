@@ -6,7 +6,6 @@ out = A @ I. So what is measured is what the kernel does, not what it says about
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from torch import Tensor
 from model import GPT
 from model.attention import build
 from model.attention.mask import MaskRule
-from model.attention.path import AttentionPath, alibi_slopes
-from probes.capture import attention_path
+from model.attention.path import alibi_slopes
+from probes.capture import LayerCall, watching
 from probes.record import allowed_pairs
 
 _MASK_TOKENS = 48  # more when a window is longer
@@ -33,37 +32,11 @@ class CheckResult:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """One call of a layer's path as the model makes it: q (1, H, T, D), k and v (1, G, T, D), out (1, H, T, D)."""
-
-    layer: int
-    path: AttentionPath
-    rule: MaskRule
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-
-
 def layer_calls(model: GPT, tokens: Tensor) -> list[LayerCall]:
-    """What every layer's path is called with on `tokens` (1, T), through forward hooks."""
+    """What every layer's path is called with on `tokens` (1, T)."""
     calls: list[LayerCall] = []
-
-    def hook_for(layer: int) -> Any:
-        def hook(path: AttentionPath, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-            q, k, v = args
-            calls.append(LayerCall(layer, path, kwargs["rule"], q, k, v, out))
-
-        return hook
-
-    paths = [attention_path(model, layer) for layer in range(model.config.n_layer)]
-    handles = [path.register_forward_hook(hook_for(i), with_kwargs=True) for i, path in enumerate(paths)]
-    try:
+    with watching(model, range(model.config.n_layer), calls.append):
         model(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
 
 

@@ -55,8 +55,9 @@ def print_heads(record: AttentionRecord, layers: Sequence[int], heads: Sequence[
 
 
 def print_checks(checks: Sequence[CheckResult], title: str, console: Console) -> None:
-    """A table of one line a check, and below it what there is to say about those that failed or were not measured."""
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    """A line a check, and below them what there is to say about those that failed or were not measured."""
+    console.print(Text(title), soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
     for column in ("", "check", "measured", "limit"):
         table.add_column(column, justify="right" if column == "measured" else "left")
     for check in checks:

@@ -156,7 +156,7 @@ def _write_entry(config: DataConfig, source: Source, folder: Path, show_progress
     tokenizer = train_tokenizer(config, texts)
     if config.tokenizer == "bpe" and tokenizer.vocab_size < config.bpe_vocab_size:
         print(f"bpe: {source.name} yields {tokenizer.vocab_size} tokens of {config.bpe_vocab_size}", file=sys.stderr)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size < 1 << 16 else np.uint32)
     digest, n_tokens = hashlib.sha256(), 0
     parts = join_documents(source.documents(), SEPARATOR if tokenizer.end_of_text is None else None)
     pieces = watched(cut_pieces(parts, tokenizer.cut))

@@ -208,7 +208,7 @@ class BpeTokenizer(TiktokenTokenizer):
         if vocab_size < 257:  # rustbpe would panic
             raise ValueError(f"bpe needs a vocabulary of at least 257 tokens, not {vocab_size}")
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(map(without_surrogates, texts), vocab_size)
+        trainer.train_from_iterator(map(without_surrogates, texts), vocab_size, buffer_size=16)  # texts held at once
         ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls(trainer.get_pattern(), [base64.b64encode(bytes(token)).decode() for token, _ in ranked])
 

@@ -292,7 +292,7 @@ def test_a_kill_leaves_nothing_that_passes_for_finished(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak memory")
-@pytest.mark.parametrize(("kind", "n_megabytes"), [("char", 30), ("bpe", 15)])
+@pytest.mark.parametrize(("kind", "n_megabytes"), [("char", 30), ("bpe", 30)])
 def test_memory_does_not_grow_with_the_text(tmp_path, kind, n_megabytes):
     (tmp_path / "small.txt").write_text(PROSE * 300)
     (tmp_path / "large.txt").write_text(PROSE * (n_megabytes * 1_000_000 // len(PROSE)))
@@ -305,4 +305,4 @@ def test_memory_does_not_grow_with_the_text(tmp_path, kind, n_megabytes):
         assert process.returncode == 0, errors
         peaks.append(int(output) / 1024)
     assert peaks[1] < 200
-    assert peaks[1] - peaks[0] < 40
+    assert peaks[1] - peaks[0] < n_megabytes

@@ -8,10 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+import regex
 import rustbpe
 import tiktoken
+import tiktoken_ext.openai_public
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.config import DataConfig
@@ -101,9 +103,20 @@ def check_pieces(parts, piece_chars, tokenizer):
     assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(text)
 
 
+@settings(max_examples=500)
+@given(st.text(alphabet="ab 1'\n\r\t.,!_。ア苹\u3099\u0301é\x1c\xa0\u2028s", max_size=30))
+def test_a_cut_falls_between_the_matches_of_both_patterns_whatever_follows(text):
+    # The patterns by another engine: a vocabulary has too few merges to show every wrong cut.
+    for pattern in (tiktoken_ext.openai_public.r50k_pat_str, BPE.to_dict()["pattern"]):
+        for cut in BPE.cut.finditer(text):
+            left, right = text[: cut.start()], text[cut.start() :]
+            assert regex.findall(pattern, left) + regex.findall(pattern, right) == regex.findall(pattern, text)
+
+
 def test_prose_is_cut_close_to_the_wanted_size():
     pieces = list(cut_pieces([TEXT], BPE.cut, 100))
     assert max(map(len, pieces)) < 130
+    assert list(cut_pieces([TEXT[i : i + 350] for i in range(0, len(TEXT), 350)], BPE.cut, 100)) == pieces
     chinese = "苹果发布了新产品，" * 50
     assert max(map(len, cut_pieces([chinese], BPE.cut, 100))) < 115
     assert list(cut_pieces(["a" * 500, "b" * 500], BPE.cut, 100)) == ["a" * 500 + "b" * 500]

@@ -57,6 +57,14 @@ class AttentionPath(nn.Module):
         """The rule that this path really follows when it is given `rule` (a window path narrows it)."""
         return rule
 
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
+        """`forward`, after a look at the rule: a path that ignored a window would give plausible wrong numbers."""
+        if not rule.words() <= self.supports:
+            from model.attention import require  # at the top it would be circular; here it only words the refusal
+
+            require(self, rule.words())
+        return super().__call__(q, k, v, rule=rule)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
         """q (B, H, T, D), k and v (B, G, S, D) -> out (B, H, T, D) in the dtype of q."""
         raise NotImplementedError
@@ -108,7 +116,7 @@ class AttentionPath(nn.Module):
 
 def query_positions(q: Tensor, k: Tensor) -> Tensor:
     """(T,): the queries are the last T of the S positions."""
-    return torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+    return torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2], device=q.device)
 
 
 def repeat_groups(x: Tensor, n_head: int) -> Tensor:

@@ -1,30 +1,55 @@
 """What decoding remembers, so that a new token costs one row of attention and not the whole matrix again."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one layer, (B, G, S, D), in memory that is taken once for `capacity` positions."""
+    """Keys and values of one layer, (B, G, S, D); or, for a path that sums them up, its running `state`.
+
+    Memory grows by doubling up to `capacity` positions. `n_seen` positions have passed; a path with a window keeps fewer.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+        self.n_seen = 0
+        self.n_kept = 0
+        self.n_first = 0  # of the kept positions, so many are the first of all; the others are the latest
+        self.state: Any = None
+        self._buffers: list[Tensor] = []  # keys and values
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds T new positions, (B, G, T, D); returns all that is remembered, (B, G, S, D)."""
-        end = self.length + k.shape[2]
+        """Adds T new positions, (B, G, T, D); returns all that is kept, (B, G, S, D)."""
+        start, end = self.n_kept, self.n_kept + k.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
-        if self.k is None or self.v is None:
-            batch, groups, _, dim = k.shape
-            self.k = k.new_empty(batch, groups, self.capacity, dim)
-            self.v = torch.empty_like(self.k)
-        self.k[:, :, self.length : end] = k
-        self.v[:, :, self.length : end] = v
-        self.length = end
-        return self.k[:, :, :end], self.v[:, :, :end]
+        if not self._buffers or end > self._buffers[0].shape[2]:
+            size = min(self.capacity, max(end, 2 * start))
+            grown = [new.new_empty(*new.shape[:2], size, new.shape[3]) for new in (k, v)]
+            for buffer, old in zip(grown, self._buffers, strict=False):
+                buffer[:, :, :start] = old[:, :, :start]
+            self._buffers = grown
+        for buffer, new in zip(self._buffers, (k, v), strict=True):
+            buffer[:, :, start:end] = new
+        self.n_seen += k.shape[2]
+        self.n_kept = end
+        keys, values = (buffer[:, :, :end] for buffer in self._buffers)
+        return keys, values
+
+    def keep(self, n_first: int, n_last: int) -> None:
+        """Forgets all but the first n_first positions of the context and the latest n_last."""
+        if self.n_kept > n_first + n_last:
+            for buffer in self._buffers:
+                latest = buffer[:, :, self.n_kept - n_last : self.n_kept].clone()
+                buffer[:, :, n_first : n_first + n_last] = latest
+            self.n_first, self.n_kept = n_first, n_first + n_last
+
+    def positions(self, device: torch.device) -> Tensor:
+        """(S,): where the kept keys stand in the context."""
+        n_last = self.n_kept - self.n_first
+        first, latest = torch.arange(self.n_first), torch.arange(self.n_seen - n_last, self.n_seen)
+        return torch.cat((first, latest)).to(device)
 
 
 class DecodingCache:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from model.attention.path import AttentionPath
 
-_NOT_PATHS = {"__init__", "path", "mask"}
+_NOT_PATHS = {"path", "mask"}  # and files that begin with an underscore, which paths share
 
 
 def available() -> tuple[str, ...]:
     """Names of all attention paths, sorted: the stems of this folder's files. Does not import torch."""
-    return tuple(sorted({file.stem for file in Path(__file__).parent.glob("*.py")} - _NOT_PATHS))
+    return tuple(sorted({file.stem for file in Path(__file__).parent.glob("[!_]*.py")} - _NOT_PATHS))
 
 
 def path_class(name: str) -> "type[AttentionPath]":

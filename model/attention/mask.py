@@ -42,6 +42,20 @@ class MaskRule:
         }
         return {word for word, is_needed in needed.items() if is_needed}
 
+    def allows_any(self, rows: range, columns: range) -> bool:
+        """False only when no pair of the block is allowed, so that a path can leave it out. Documents are not asked."""
+        if self.causal and columns.start > rows[-1]:
+            return False
+        if self.window is None or min(rows.start, columns.start) < self.n_global:
+            return True
+        return max(rows.start - columns[-1], columns.start - rows[-1]) < self.window
+
+    def allows_all(self, rows: range, columns: range) -> bool:
+        """True only when every pair of the block is allowed, so that a path need not look at each."""
+        if self.documents is not None or (self.causal and columns[-1] > rows.start):
+            return False
+        return self.window is None or max(rows[-1] - columns.start, columns[-1] - rows.start) < self.window
+
     def allowed(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Booleans for a block: rows (R,) and columns (C,) are positions; returns (R, C), or (B, 1, R, C) with
         documents."""

@@ -1,0 +1,64 @@
+"""FlashAttention from scratch (Dao et al. 2022): blocks, online softmax, recomputing backward.
+
+Neither direction ever holds a (T, S) tensor. Forward keeps, besides its inputs and output, one log-sum-exp a row;
+backward recomputes each tile of weights from it. Memory O(n·D + block²), time O(n²·D) like the explicit form.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.attention._blockwise import Scoring, add_gradients, add_keys, cut, empty_result
+from model.attention.mask import MaskRule
+from model.attention.path import AttentionPath
+
+
+class TiledAttention(AttentionPath):
+    """block: queries and keys in a tile. Every rule and option but dropout, any dtype, computed in at least float32."""
+
+    supports = frozenset(
+        {"window", "globals", "documents", "bidirectional", "softcap", "alibi", "cache", "backward_cpu"}
+        | {"backward_cuda", "log_sum_exp"}
+    )
+
+    def __init__(self, *, block: int = 256, **options: Any) -> None:
+        super().__init__(**options)
+        if block < 1:
+            raise ValueError(f"block is {block}; a tile needs at least 1 query and key")
+        self.block = block
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
+        return self._apply(q, k, v, rule)[0]
+
+    def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
+        return self._apply(q, k, k, rule)[1]
+
+    def _apply(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
+        scoring = Scoring(rule, self.scale_for(q), self.softcap, self.alibi)
+        q = q.unflatten(1, (k.shape[1], -1))  # (B, G, R, T, D): the R heads that share a key-value head
+        out, lse = TiledFunction.apply(q, k.unsqueeze(2), v.unsqueeze(2), scoring, self.block)
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+class TiledFunction(torch.autograd.Function):
+    """q (B, G, R, T, D), k and v (B, G, 1, S, D) -> out (B, G, R, T, D) and log-sum-exp (B, G, R, T)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, block: int) -> tuple[Tensor, Tensor]:
+        n_queries, n_keys = q.shape[-2], k.shape[-2]
+        rows = cut([range(n_keys - n_queries, n_keys)], block)  # the queries are the last T of the S positions
+        columns = cut([range(n_keys)], block)
+        out, lse = result = empty_result(q, v)
+        add_keys(result, q, k, v, rows, columns, scoring)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.others = rows, columns, scoring
+        ctx.mark_non_differentiable(lse)
+        return out.to(q.dtype), lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = gradients = tuple(torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v))
+        add_gradients(gradients, (out, lse), grad_out, q, k, v, *ctx.others)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None

@@ -118,7 +118,7 @@ def run_capture(command: Capture) -> int:
         made = {"layers": record.layers, "path": first.path, "kernel": first.kernel, "dtype": record.info.dtype}
         print(json.dumps(about | made | {"step": run.step}))
     else:
-        print(f"wrote {command.output}, {readable(n_bytes)}; row sums and outputs verified")
+        print(f"wrote {command.output}, {readable(n_bytes)}; its row sums and outputs agree with the kernel's")
     return 0
 
 

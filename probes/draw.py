@@ -19,7 +19,9 @@ _DPI = 150
 _MOST_CELLS = 512  # each cell keeps at least two pixels, so that no single bright one falls between pixels
 _MOST_LABELS = 64
 FORBIDDEN = "#d8d8d8"
-HUE = ("#ffffff", "#d6e6f4", "#9fc9e3", "#5aa1cf", "#2171b5", "#08306b")  # luminance falls all the way
+# (weight, colour): luminance falls all the way. Small weights get more than their share of it, because a row divides
+# one unit among all its keys; the colour bar shows the division.
+HUE = ((0, "#ffffff"), (0.04, "#dceaf6"), (0.15, "#a9cce6"), (0.35, "#61a7d2"), (0.65, "#2171b5"), (1, "#08306b"))
 
 
 def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) -> None:
@@ -73,9 +75,9 @@ def draw_heads(
     n_maps = max(len(layers), len(heads))
     side = 3.0 if n_maps == 1 else max(1.0, min(2.2, 12 / n_maps))  # inches
     n_cells = int(side * _DPI / 2)
-    gap, left, right, top, bottom = 0.28, 0.45, 0.75, 0.55, 0.1
+    gap, left, right, top, bottom = 0.28, 0.45, 0.75, 0.7, 0.1
     width = max(left + len(heads) * (side + gap) + right, 5.5)
-    height = top + len(layers) * (side + gap) + bottom
+    height = top + len(layers) * (side + gap) - gap + bottom
     figure = _figure(width, height)
     for row, layer in enumerate(layers):
         for column, head in enumerate(heads):

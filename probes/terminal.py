@@ -1,6 +1,7 @@
 """Attention in the terminal: coloured cells where there is colour, shades where there is none."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -145,8 +146,9 @@ def _colour(weight: float) -> str:
     """`#rrggbb` of a weight in 0..1, NaN for forbidden, between the stops of HUE."""
     if weight != weight:
         return FORBIDDEN
-    place = min(max(weight, 0.0), 1.0) * (len(HUE) - 1)
-    low = min(int(place), len(HUE) - 2)
-    stops = [[int(HUE[i][c : c + 2], 16) for c in (1, 3, 5)] for i in (low, low + 1)]
-    mixed = [round(a + (b - a) * (place - low)) for a, b in zip(*stops, strict=True)]
+    weight = min(max(weight, 0.0), 1.0)
+    (low, start), (high, end) = next(pair for pair in pairwise(HUE) if weight <= pair[1][0])
+    share = (weight - low) / (high - low)
+    first, second = ([int(colour[c : c + 2], 16) for c in (1, 3, 5)] for colour in (start, end))
+    mixed = [round(a + (b - a) * share) for a, b in zip(first, second, strict=True)]
     return "#{:02x}{:02x}{:02x}".format(*mixed)

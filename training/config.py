@@ -1,6 +1,7 @@
 """The configuration tree: frozen dataclasses, TOML files over defaults, flags over files. Imports no torch."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import tomllib
@@ -199,7 +200,11 @@ def parse_arguments(argv: Sequence[str], prog: str) -> Config:
             config = _parse(_as_flags(Path(file)), config, prog=prog)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-    return _parse(argv[n_files:], config, prog=prog)
+    config = _parse(argv[n_files:], config, prog=prog)
+    # Not in LogConfig: a run made with wandb can be sampled on a machine without.
+    if config.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
+        raise ValueError(f"log.wandb {config.log.wandb} needs wandb: pip install 'glassgpt[wandb]'")
+    return config
 
 
 def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:

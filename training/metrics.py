@@ -32,8 +32,8 @@ class MetricsLog:
         beside = self.path.with_suffix(".tmp")
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         os.replace(beside, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(directory, config)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """row holds `step`; values that are not finite are left out, since JSON has no word for them."""
@@ -133,10 +133,8 @@ def peak_flops(runtime: Runtime) -> tuple[float, str]:
 def _start_wandb(directory: Path, config: Config) -> Any:
     if config.log.wandb == "off":
         return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(f"log.wandb {config.log.wandb} needs wandb: pip install 'glassgpt[wandb]'") from error
+    import wandb
+
     return _never_stop_training(
         wandb.init,
         project=config.log.wandb_project,

@@ -40,10 +40,10 @@ class Block(nn.Module):
     post: norm(x + attention(x)), then norm(x + mlp(x))     (Vaswani et al. 2017)
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.is_pre_norm = config.norm_placement == "pre"
-        self.attn = MultiHeadAttention(config)
+        self.attn = MultiHeadAttention(config, layer)
         self.attn_norm = build_norm(config)
         self.mlp = None if config.mlp == "none" else MLP(config)
         self.mlp_norm = None if config.mlp == "none" else build_norm(config)

@@ -24,7 +24,17 @@ class ModelConfig:
     vocab_size: int = 0
     """Rows of the embedding; 0 takes the tokenizer's. More rows are padding that is never sampled."""
     attention: str = "flash"
-    """Attention path: a file of model/attention/."""
+    """Attention path: a file of model/attention/. Several, as in window,window,flash, are taken in turn by the layers."""
+    window: int = 0
+    """Keys that a row sees, itself included, on paths that know windows; 0: no limit, or the path's own."""
+    n_global: int = 0
+    """The first so many tokens are exempt from the window."""
+    full_attention_every: int = 0
+    """Every so many layers one is full flash attention instead; 0 is never."""
+    flash_kernel: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    """PyTorch kernel that the path flash is pinned to."""
+    linear_feature_map: Literal["elu", "relu", "softmax"] = "elu"
+    """Feature map of the path linear."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation of the residual stream."""
     norm_placement: Literal["pre", "post"] = "pre"
@@ -60,7 +70,7 @@ class ModelConfig:
         for name in ("n_layer", "n_head", "n_embd", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("vocab_size", "n_kv_head"):
+        for name in ("vocab_size", "n_kv_head", "window", "n_global", "full_attention_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be 0 or more")
         for name in ("dropout", "attention_dropout"):
@@ -78,16 +88,31 @@ class ModelConfig:
                 f"model.n_embd {self.n_embd} / model.n_head {self.n_head} is no whole head_dim; "
                 f"n_head could be {', '.join(map(str, nearest))}"
             )
+        if self.n_global and not self.window:
+            raise ValueError(f"model.n_global {self.n_global} needs a model.window to be exempt from")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head {self.n_kv_head} must divide model.n_head {self.n_head}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"model.position rope needs an even head_dim; n_embd / n_head is {self.head_dim}")
-        if self.attention not in available():
-            raise ValueError(f"model.attention is {self.attention!r}; choose one of: {', '.join(available())}")
+        for path in self.attention.split(","):
+            if path not in available():
+                raise ValueError(f"model.attention names {path!r}; choose from: {', '.join(available())}")
+        if self.n_layer % len(self.attention.split(",")):
+            raise ValueError(
+                f"model.attention names {len(self.attention.split(','))} paths; "
+                f"their number must divide model.n_layer {self.n_layer}"
+            )
 
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The attention path of each layer."""
+        names, every = self.attention.split(","), self.full_attention_every
+        is_full = [every > 0 and (layer + 1) % every == 0 for layer in range(self.n_layer)]
+        return tuple("flash" if full else names[layer % len(names)] for layer, full in enumerate(is_full))
 
     @property
     def kv_heads(self) -> int:

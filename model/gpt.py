@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from model.attention import build, path_class, require
 from model.block import Block
 from model.cache import DecodingCache
 from model.config import ModelConfig
@@ -27,7 +28,9 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        if config.window > 0 and not any("window" in path_class(name).supports for name in config.paths):
+            require(build(config.paths[0]), {"window"})  # refuses: no layer would follow the window
         # Post-norm blocks end in a norm of their own.
         self.final_norm = build_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

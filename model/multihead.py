@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from model.attention import build, require
+from model.attention import build, path_class, require
 from model.attention.mask import MaskRule
+from model.attention.path import AttentionPath
 from model.cache import LayerCache
 from model.config import ModelConfig
 from model.norm import rms_normalise
@@ -18,7 +19,7 @@ class MultiHeadAttention(nn.Module):
     output of each head, so a forward hook on it is all that a probe needs.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config = config
         width, kv_width = config.n_embd, config.kv_heads * config.head_dim
@@ -26,13 +27,13 @@ class MultiHeadAttention(nn.Module):
         self.k_proj = nn.Linear(width, kv_width, bias=config.bias)
         self.v_proj = nn.Linear(width, kv_width, bias=config.bias)
         self.o_proj = nn.Linear(width, width, bias=config.bias)
-        self.path = build(
-            config.attention,
-            dropout=config.attention_dropout,
-            softcap=config.attention_softcap,
-            alibi=config.position == "alibi",
+        self.path = build_path(config, config.paths[layer])
+        is_windowed = config.window > 0 and "window" in self.path.supports
+        self.rule = MaskRule(
+            causal=config.causal,
+            window=config.window if is_windowed else None,
+            n_global=config.n_global if is_windowed else 0,
         )
-        self.rule = MaskRule(causal=config.causal)
         require(self.path, self.rule.words())
 
     def forward(self, x: Tensor, *, positions: Tensor, cache: LayerCache | None = None) -> Tensor:
@@ -58,3 +59,16 @@ class MultiHeadAttention(nn.Module):
     def join_heads(self, out: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, T, H·D): the heads side by side"""
         return out.transpose(1, 2).flatten(2)
+
+
+def build_path(config: ModelConfig, name: str) -> AttentionPath:
+    """The path `name` with those of the configuration's options that it has."""
+    options = {
+        "kernel": config.flash_kernel,
+        "feature_map": config.linear_feature_map,
+        "dropout": config.attention_dropout,
+        "softcap": config.attention_softcap,
+        "alibi": config.position == "alibi",
+    }
+    known = path_class(name).option_names()
+    return build(name, **{option: value for option, value in options.items() if option in known})

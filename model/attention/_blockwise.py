@@ -91,7 +91,12 @@ def add_gradients(
     dtype = out.dtype
     delta = (grad_out.to(dtype) * out).sum(-1)  # (B, G, R, T): Σ_j weight_j · (grad_out·v_j) of each row
     for i, j, scores in _tiles(q, k, rows, columns, scoring):
-        q_i, k_j, v_j, grad_i = q[..., i, :].to(dtype), k[..., j, :].to(dtype), v[..., j, :].to(dtype), grad_out[..., i, :]
+        q_i, k_j, v_j, grad_i = (
+            q[..., i, :].to(dtype),
+            k[..., j, :].to(dtype),
+            v[..., j, :].to(dtype),
+            grad_out[..., i, :],
+        )
         grad_i = grad_i.to(dtype)
         weights = torch.exp(scores - lse[..., i].unsqueeze(-1))  # exactly 0 where the score is -inf
         grad_v[..., j, :] += (weights.mT @ grad_i).sum(2, keepdim=True)  # the R heads share these values

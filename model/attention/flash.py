@@ -1,27 +1,50 @@
 """PyTorch's fused kernels: the same sum computed in blocks that stay in cache, O(n) memory (Dao et al. 2022)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention.mask import MaskRule
 from model.attention.path import AttentionPath, query_positions
 
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
 
 class FlashAttention(AttentionPath):
-    """scaled_dot_product_attention; `kernel` says which of PyTorch's implementations runs.
+    """scaled_dot_product_attention; the method `kernel` says which of PyTorch's implementations runs.
 
+    kernel: auto leaves the choice to PyTorch; one of KERNELS runs or is refused.
     Grouped heads are not copied. Dropout on the weights makes PyTorch leave the fused kernel on CPU.
     """
 
     supports = frozenset({"bidirectional", "dropout", "cache", "backward_cpu", "backward_cuda", "log_sum_exp"})
 
+    def __init__(self, *, kernel: str = "auto", **options: Any) -> None:
+        super().__init__(**options)
+        if kernel != "auto" and kernel not in KERNELS:
+            raise ValueError(f"flash kernel is {kernel!r}; choose one of: auto, {', '.join(KERNELS)}")
+        self.pinned = kernel
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        mask, is_causal = _mask(q, k, rule)
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=self.scale, enable_gqa=grouped)
+        arguments = self._arguments(q, k, v, rule)
+        if self.pinned == "auto":
+            return F.scaled_dot_product_attention(**arguments)
+        if not _runs(self.pinned, arguments):
+            there = [name for name in KERNELS if _runs(name, arguments)]
+            raise ValueError(
+                f"PyTorch's {self.pinned} attention kernel does not run here ({q.device.type}, {q.dtype}, head_dim "
+                f"{q.shape[-1]}); model.flash_kernel could be: auto, {', '.join(there)}"
+            )
+        with sdpa_kernel(KERNELS[self.pinned]):
+            return F.scaled_dot_product_attention(**arguments)
 
     def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
         if q.device.type != "cpu":
@@ -35,11 +58,23 @@ class FlashAttention(AttentionPath):
         return lse
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:
-        dropout = self.dropout if self.training else 0.0
-        mask, is_causal = _mask(q, k, rule)
-        grouped = q.shape[1] != k.shape[1]
-        choice = torch._fused_sdp_choice(q, k, v, mask, dropout, is_causal, scale=self.scale, enable_gqa=grouped)
+        if self.pinned != "auto":
+            return f"{q.device.type} {KERNELS[self.pinned].name.lower()}"
+        choice = torch._fused_sdp_choice(**self._arguments(q, k, v, rule))
         return f"{q.device.type} {SDPBackend(choice).name.lower()}"
+
+    def _arguments(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> dict[str, Any]:
+        mask, is_causal = _mask(q, k, rule)
+        return {
+            "query": q,
+            "key": k,
+            "value": v,
+            "attn_mask": mask,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "is_causal": is_causal,
+            "scale": self.scale,
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
 
 
 def _mask(q: Tensor, k: Tensor, rule: MaskRule) -> tuple[Tensor | None, bool]:
@@ -51,3 +86,12 @@ def _mask(q: Tensor, k: Tensor, rule: MaskRule) -> tuple[Tensor | None, bool]:
     if n_queries == n_keys:
         return None, True
     return rule.allowed(query_positions(q, k), torch.arange(n_keys, device=q.device)), False
+
+
+def _runs(pinned: str, arguments: dict[str, Any]) -> bool:
+    """Does PyTorch choose the kernel `pinned` for these inputs when it is the only one allowed?"""
+    try:
+        with sdpa_kernel(KERNELS[pinned]):
+            return SDPBackend(torch._fused_sdp_choice(**arguments)) == KERNELS[pinned]
+    except RuntimeError:  # no kernel is left
+        return False

@@ -24,15 +24,15 @@ class FlexAttention(AttentionPath):
     )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
-        return self._apply(q, k, v, rule)[0]
+        return self.attend(q, k, v, rule)[0]
 
     def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
-        return self._apply(q, k, k, rule)[1]
+        return self.attend(q, k, k, rule)[1]
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:  # noqa: ARG002
         return "flex compiled" if q.device.type == "cuda" else "flex uncompiled"
 
-    def _apply(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
         from torch.nn.attention.flex_attention import create_block_mask
 
         if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

@@ -32,15 +32,15 @@ class RingAttention(AttentionPath):
         self.block = block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
-        return self._apply(q, k, v, rule)[0]
+        return self.attend(q, k, v, rule)[0]
 
     def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
-        return self._apply(q, k, k, rule)[1]
+        return self.attend(q, k, k, rule)[1]
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:  # noqa: ARG002
         return f"ring of {_place()[1]}"
 
-    def _apply(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
         scoring = Scoring(rule, self.scale_for(q), self.softcap, self.alibi)
         q = q.unflatten(1, (k.shape[1], -1))  # (B, G, R, T, D): the R heads that share a key-value head
         out, lse = RingFunction.apply(q, k.unsqueeze(2), v.unsqueeze(2), scoring, self.block)
@@ -70,7 +70,7 @@ class RingFunction(torch.autograd.Function):
         visiting = torch.stack((k, v))
         for turn in range(world_size):
             arriving = _Arrival(visiting) if turn < world_size - 1 else None  # while this process computes
-            add_keys(result, q, *visiting, rows[rank], columns[(rank - turn) % world_size], scoring)
+            add_keys(result, q, visiting[0], visiting[1], rows[rank], columns[(rank - turn) % world_size], scoring)
             if arriving is not None:
                 visiting = arriving.wait()
         ctx.save_for_backward(q, k, v, out, lse)
@@ -89,7 +89,8 @@ class RingFunction(torch.autograd.Function):
         for turn in range(world_size):
             arriving = _Arrival(visiting) if turn < world_size - 1 else None
             here = columns[(rank - turn) % world_size]
-            add_gradients((grad_q, *gradients), (out, lse), grad_out, q, *visiting, rows, here, scoring)
+            visited = (grad_q, gradients[0], gradients[1])
+            add_gradients(visited, (out, lse), grad_out, q, visiting[0], visiting[1], rows, here, scoring)
             if arriving is not None:
                 visiting = arriving.wait()
             if world_size > 1:
@@ -110,7 +111,9 @@ def _blocks(q: Tensor, k: Tensor, block: int) -> tuple[list[list[Block]], list[l
     if world_size == 1:  # the queries are the last T of the S positions
         return [cut([range(n_keys - n_queries, n_keys)], block)], [cut([range(n_keys)], block)]
     if n_queries != n_keys:
-        raise ValueError(f"a ring of {world_size} decodes nothing: {n_queries} queries on {n_keys} keys; use one process")
+        raise ValueError(
+            f"a ring of {world_size} decodes nothing: {n_queries} queries on {n_keys} keys; use one process"
+        )
     parts = [cut(ring_positions(n_keys * world_size, rank, world_size), block) for rank in range(world_size)]
     return parts, parts
 
@@ -132,4 +135,3 @@ class _Arrival:
         for work in self.work:
             work.wait()
         return self.arriving
-

@@ -29,12 +29,12 @@ class TiledAttention(AttentionPath):
         self.block = block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
-        return self._apply(q, k, v, rule)[0]
+        return self.attend(q, k, v, rule)[0]
 
     def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
-        return self._apply(q, k, k, rule)[1]
+        return self.attend(q, k, k, rule)[1]
 
-    def _apply(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
         scoring = Scoring(rule, self.scale_for(q), self.softcap, self.alibi)
         q = q.unflatten(1, (k.shape[1], -1))  # (B, G, R, T, D): the R heads that share a key-value head
         out, lse = TiledFunction.apply(q, k.unsqueeze(2), v.unsqueeze(2), scoring, self.block)
@@ -59,6 +59,6 @@ class TiledFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = gradients = tuple(torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v))
-        add_gradients(gradients, (out, lse), grad_out, q, k, v, *ctx.others)
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v))
+        add_gradients((grad_q, grad_k, grad_v), (out, lse), grad_out, q, k, v, *ctx.others)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None

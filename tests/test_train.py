@@ -234,6 +234,16 @@ def test_an_absurd_learning_rate_stops_before_the_bad_update(tmp_path, capsys):
     assert all(torch.isfinite(p).all() for p in content["model"].values())
 
 
+def test_an_update_that_overflows_is_not_saved(tmp_path, capsys):
+    train(tiny_config(tmp_path, max_steps=2))
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    assert main(tiny_flags(tmp_path, learning_rate=1e39, warmup_steps=0, checkpoint_interval=1)) == 1
+    err = capsys.readouterr().err
+    assert "no longer finite after step 3: not saved" in err
+    assert err.count("\n") == 1
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
 def poison(monkeypatch, step, spoil):
     """The loss of `step` comes out spoilt, in the second of its micro-batches."""
     module, calls = importlib.import_module("training.evaluate"), 0

@@ -164,14 +164,23 @@ def test_two_processes_give_the_losses_of_one_also_when_resumed(tmp_path):
     train(tiny_config(tmp_path, "one", **changes))
     first, other = _two_processes(
         tiny_flags(tmp_path, "two", batch_size=3),
+        tiny_flags(tmp_path, "two", source="nowhere.txt"),
         tiny_flags(tmp_path, "two", stop_at=5, **changes),
         tiny_flags(tmp_path, "two", **changes),
     )
-    assert [line for line in first[1].splitlines() if line.startswith("code")] == ["code 2", "code 0", "code 0"]
-    assert other[1] == "code 2\ncode 0\ncode 0\n"  # only the main process speaks
+    assert [line for line in first[1].splitlines() if line.startswith("code")] == [
+        "code 2",
+        "code 2",
+        "code 0",
+        "code 0",
+    ]
+    assert other[1] == "code 2\ncode 2\ncode 0\ncode 0\n"  # only the main process speaks
     assert f"resuming {tmp_path / 'two'} after step 5" in first[1]
     for _, _, err in (first, other):
         assert "train.batch_size 3 / 2 processes = 1.5: not whole; try 2" in err
+        assert err.count("\n") == 2
+    assert "nowhere.txt" in first[2]
+    assert "the main process has; see its message" in other[2]
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert [row["step"] for row in two] == list(range(1, 11))
     assert [row.keys() for row in two] == [row.keys() for row in one]

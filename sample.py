@@ -109,7 +109,7 @@ def read_prompt(arguments: Arguments) -> str:
     if not arguments.prompt_file:
         return arguments.prompt
     try:
-        return Path(arguments.prompt_file).read_text(encoding="utf-8")
+        return Path(arguments.prompt_file).read_text(encoding="utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(f"cannot read --prompt-file {arguments.prompt_file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -106,6 +106,11 @@ def train(config: Config) -> "TrainState":
         )
 
         def save(name: str) -> None:
+            if not state.is_finite():
+                raise NonFiniteLoss(
+                    f"parameters are no longer finite after step {state.step}: not saved; earlier checkpoints stay in "
+                    f"{directory}; try a lower --optimizer.learning_rate than {config.optimizer.learning_rate}"
+                )
             content = state.checkpoint(config, corpus, with_training=name != "best.pt")  # every process takes part
             if runtime.is_main:
                 save_checkpoint(directory, name, content)

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import shutil
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.tiny import finish, start, tiny_config, tiny_flags
-from train import train
+from train import main, train
 from training.metrics import read_metrics
 
 CLOCK = {"seconds", "tokens_per_second"}
@@ -161,16 +162,25 @@ def _two_processes(*runs: list[str]) -> list[tuple[int, str, str]]:
 def test_two_processes_give_the_losses_of_one_also_when_resumed(tmp_path):
     changes = {"max_steps": 10, "micro_batch_size": 1}
     train(tiny_config(tmp_path, "one", **changes))
-    main, other = _two_processes(
+    first, other = _two_processes(
         tiny_flags(tmp_path, "two", batch_size=3),
+        tiny_flags(tmp_path, "two", source="nowhere.txt"),
         tiny_flags(tmp_path, "two", stop_at=5, **changes),
         tiny_flags(tmp_path, "two", **changes),
     )
-    assert [line for line in main[1].splitlines() if line.startswith("code")] == ["code 2", "code 0", "code 0"]
-    assert other[1] == "code 2\ncode 0\ncode 0\n"  # only the main process speaks
-    assert f"resuming {tmp_path / 'two'} after step 5" in main[1]
-    for _, _, err in (main, other):
+    assert [line for line in first[1].splitlines() if line.startswith("code")] == [
+        "code 2",
+        "code 2",
+        "code 0",
+        "code 0",
+    ]
+    assert other[1] == "code 2\ncode 2\ncode 0\ncode 0\n"  # only the main process speaks
+    assert f"resuming {tmp_path / 'two'} after step 5" in first[1]
+    for _, _, err in (first, other):
         assert "train.batch_size 3 / 2 processes = 1.5: not whole; try 2" in err
+        assert err.count("\n") == 2
+    assert "nowhere.txt" in first[2]
+    assert "the main process has; see its message" in other[2]
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert [row["step"] for row in two] == list(range(1, 11))
     assert [row.keys() for row in two] == [row.keys() for row in one]
@@ -180,3 +190,96 @@ def test_two_processes_give_the_losses_of_one_also_when_resumed(tmp_path):
     for p, q in zip(last(tmp_path / "two")["model"].values(), last(tmp_path / "one")["model"].values(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     assert len(last(tmp_path / "two")["training"]["rng"]) == 2
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    train(tiny_config(folder, max_steps=6, eval_interval=3, checkpoint_interval=3))
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """A copy of a run of 6 steps, with its text."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"n_layer": 3}, "n_layer 2 -> 3"),
+        ({"n_embd": 64, "block_size": 8}, "n_embd 32 -> 64; block_size 16 -> 8"),
+        ({"position": "rope"}, "position learned -> rope"),
+        ({"tied_head": "False"}, "tied_head True -> False"),
+        ({"attention_softcap": 5.0, "attention": "reference"}, "attention_softcap 0.0 -> 5.0"),
+        ({"tokenizer": "byte"}, "tokenizer char -> byte"),
+    ],
+)
+def test_another_model_or_tokenizer_is_refused_with_the_difference(changes, difference, folder, capsys):
+    before = {path.name: path.read_bytes() for path in (folder / "run").iterdir()}
+    assert main(tiny_flags(folder, max_steps=9, **changes)) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert difference in err
+    assert "last.pt was trained with another model" in err
+    assert {path.name: path.read_bytes() for path in (folder / "run").iterdir()} == before
+
+
+def test_another_alphabet_is_another_tokenizer(folder, capsys):
+    (folder / "text.txt").write_text((folder / "text.txt").read_text().replace("times", "TIMES"))
+    assert main(tiny_flags(folder, max_steps=9)) == 2
+    assert "tokenizer char -> char (or its vocabulary)" in capsys.readouterr().err
+
+
+def test_learning_rate_batch_dropout_and_path_may_change(folder, capsys):
+    changes = {"learning_rate": 1e-4, "batch_size": 6, "dropout": 0.1, "attention": "reference", "schedule": "constant"}
+    state = train(tiny_config(folder, max_steps=8, **changes))
+    assert state.step == 8
+    assert state.n_tokens == 6 * 4 * 16 + 2 * 6 * 16
+    assert state.optimizer.param_groups[0]["lr"] == 1e-4
+    assert state.model.config.dropout == 0.1
+    assert "resuming" in capsys.readouterr().out
+
+
+def test_another_text_of_the_same_alphabet_is_continued_with_a_note(folder, capsys):
+    text = (folder / "text.txt").read_text()
+    (folder / "text.txt").write_text(text[1000:] + text[:1000])
+    assert train(tiny_config(folder, max_steps=7)).step == 7
+    assert "note: the training text is not the one that this run began with" in capsys.readouterr().out
+
+
+def test_a_shorter_text_that_the_loader_stood_behind_is_refused(tmp_path, capsys):
+    train(tiny_config(tmp_path, "ordered", order="sequential", max_steps=40, stop_at=40))
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text()[:1500])
+    assert main(tiny_flags(tmp_path, "ordered", order="sequential", max_steps=50)) == 2
+    assert "another corpus?" in capsys.readouterr().err
+
+
+def test_resume_auto_must_and_never(tmp_path, capsys):
+    assert main(tiny_flags(tmp_path, max_steps=3, resume="must")) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(tiny_flags(tmp_path, max_steps=3, resume="auto")) == 0
+    assert "resuming" not in capsys.readouterr().out
+    assert main(tiny_flags(tmp_path, max_steps=4, resume="must")) == 0
+    assert "resuming" in capsys.readouterr().out
+    old = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    assert main(tiny_flags(tmp_path, max_steps=5, resume="never")) == 0
+    out = capsys.readouterr().out
+    assert "resuming" not in out
+    assert f"moved the earlier {tmp_path / 'run'} to {tmp_path / 'run.old-1'}" in out
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run.old-1").iterdir()} == old
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("resume_", ["auto", "never"])
+def test_a_refusal_leaves_an_earlier_run_where_it_is(resume_, folder, capsys):
+    before = sorted(path.name for path in folder.iterdir())
+    for changes in ({"block_size": 4000}, {"vocab_size": 3}, {"micro_batch_size": 3}):
+        assert main(tiny_flags(folder, resume=resume_, **changes)) == 2
+    assert capsys.readouterr().err.count("\n") == 3
+    assert sorted(path.name for path in folder.iterdir()) == before

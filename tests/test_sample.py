@@ -191,8 +191,9 @@ def test_a_prompt_may_be_longer_than_block_size(run, sample_json):
 
 def test_a_prompt_from_a_file(run, tmp_path, sample, capsys):
     file = tmp_path / "prompt.txt"
-    file.write_text(PROMPT)
-    assert sample(run, "--prompt-file", file) == sample(run, "--prompt", PROMPT)
+    for text in (PROMPT, "\ufeff" + PROMPT):  # without and with a byte-order mark
+        file.write_text(text, encoding="utf-8")
+        assert sample(run, "--prompt-file", file) == sample(run, "--prompt", PROMPT)
     file.write_bytes(b"3 t\xffmes")
     for flags, fragment in (
         (["--prompt-file", str(file)], "prompt.txt is not UTF-8 at byte 3"),

@@ -4,8 +4,6 @@ import copy
 import dataclasses
 import importlib
 import math
-import os
-import signal
 import tomllib
 
 import pytest
@@ -236,6 +234,16 @@ def test_an_absurd_learning_rate_stops_before_the_bad_update(tmp_path, capsys):
     assert all(torch.isfinite(p).all() for p in content["model"].values())
 
 
+def test_an_update_that_overflows_is_not_saved(tmp_path, capsys):
+    train(tiny_config(tmp_path, max_steps=2))
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    assert main(tiny_flags(tmp_path, learning_rate=1e39, warmup_steps=0, checkpoint_interval=1)) == 1
+    err = capsys.readouterr().err
+    assert "no longer finite after step 3: not saved" in err
+    assert err.count("\n") == 1
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
 def poison(monkeypatch, step, spoil):
     """The loss of `step` comes out spoilt, in the second of its micro-batches."""
     module, calls = importlib.import_module("training.evaluate"), 0
@@ -273,46 +281,3 @@ def test_a_loss_that_is_not_finite_changes_nothing(spoil, tmp_path, monkeypatch)
     train(tiny_config(tmp_path, max_steps=20, **changes))
     train(tiny_config(tmp_path, "whole", max_steps=20, **changes))
     assert same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
-
-
-def test_ctrl_c_ends_after_the_step_and_a_second_one_at_once(tmp_path, monkeypatch, capsys):
-    module = importlib.import_module("training.evaluate")
-    honest = module.evaluate
-
-    def interrupt(*args, n_signals, **options):
-        for _ in range(n_signals):
-            os.kill(os.getpid(), signal.SIGINT)
-        return honest(*args, **options)
-
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    for n_signals, code in ((1, 130), (2, 130)):
-        name = f"run{n_signals}"
-        monkeypatch.setattr(module, "evaluate", lambda *a, n=n_signals, **o: interrupt(*a, n_signals=n, **o))
-        assert main(tiny_flags(tmp_path, name)) == code
-        out, err = capsys.readouterr()
-        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-        assert ("stopped after step 5 of 20; the same command continues" in out) is (n_signals == 1)
-        assert err == ("" if n_signals == 1 else "train.py: interrupted\n")
-        assert (tmp_path / name / "last.pt").exists() is (n_signals == 1)
-
-
-@pytest.mark.parametrize("mode", ["off", "auto", "on"])
-def test_training_goes_on_whether_torch_compile_works_or_not(mode, tmp_path, monkeypatch, capsys):
-    def broken(_):
-        raise RuntimeError("no C++ compiler")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    train(tiny_config(tmp_path, "plain", max_steps=2, dropout=0.1))
-    train(tiny_config(tmp_path, mode, max_steps=2, dropout=0.1, compile=mode))
-    assert capsys.readouterr().err.count("training uncompiled: no C++ compiler\n") == (mode == "on")
-    assert same(parameters(tmp_path / "plain"), parameters(tmp_path / mode))
-
-
-def test_progress_goes_to_the_terminal_only_when_asked(tmp_path, capsys):
-    train(tiny_config(tmp_path, "quiet", max_steps=2))
-    assert capsys.readouterr().err == ""
-    train(tiny_config(tmp_path, "shown", max_steps=2, progress="True"))
-    shown = capsys.readouterr().err
-    assert "training" in shown
-    assert "2/2" in shown
-    assert "tokens/s" in shown

@@ -60,7 +60,10 @@ class Runtime:
     def main_first(self) -> Iterator[None]:
         """The main process runs the body before the others do, which then find what it left in the cache."""
         if self.world_size > 1 and not self.is_main:
-            dist.barrier()
+            try:
+                dist.barrier()
+            except RuntimeError as error:  # without this, its refusal would drown in our traceback
+                raise ValueError(f"process {self.rank} ends because the main process has; see its message") from error
         yield
         if self.world_size > 1 and self.is_main:
             dist.barrier()

@@ -33,6 +33,10 @@ class TrainState:
     best_val_loss: float = math.inf
     stop_signal: int = 0  # the signal that asked this process to stop; not kept
 
+    def is_finite(self) -> bool:
+        """Whether every parameter is a finite number; a finite loss may still lead to an update that overflows."""
+        return all(bool(p.isfinite().all()) for p in self.model.parameters())
+
     def checkpoint(self, config: Config, corpus: Corpus, *, with_training: bool) -> dict[str, Any]:
         """What a checkpoint holds: plain types and tensors only, so that it loads without running code.
 

@@ -1,7 +1,6 @@
 """Checkpoints: whole or not at all, and what happens to a run directory that is damaged."""
 
 import io
-import json
 import pickle
 import shutil
 import zipfile
@@ -105,19 +104,8 @@ def hostile_archive(path, content):
             new.writestr(name, pickle.dumps(_Bomb(path.parent / "ran"), protocol=2) if is_pickle else old.read(name))
 
 
-DAMAGE = [
-    flip,
-    truncate,
-    empty,
-    garbage,
-    another_list,
-    another_dict,
-    another_format,
-    lacks_a_part,
-    a_folder,
-    hostile_pickle,
-    hostile_archive,
-]
+DAMAGE = [flip, truncate, empty, garbage, another_list, another_dict, another_format, lacks_a_part, a_folder]
+DAMAGE += [hostile_pickle, hostile_archive]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -265,59 +253,6 @@ def test_saving_keeps_the_one_before(tmp_path):
     assert steps == {"last.pt": 3, "previous.pt": 2, "best.pt": 3}
 
 
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"n_layer": 3}, "n_layer 2 -> 3"),
-        ({"n_embd": 64, "block_size": 8}, "n_embd 32 -> 64; block_size 16 -> 8"),
-        ({"position": "rope"}, "position learned -> rope"),
-        ({"tied_head": "False"}, "tied_head True -> False"),
-        ({"attention_softcap": 5.0, "attention": "reference"}, "attention_softcap 0.0 -> 5.0"),
-        ({"tokenizer": "byte"}, "tokenizer char -> byte"),
-    ],
-)
-def test_another_model_or_tokenizer_is_refused_with_the_difference(changes, difference, folder, capsys):
-    before = {path.name: path.read_bytes() for path in (folder / "run").iterdir()}
-    assert main(tiny_flags(folder, max_steps=9, **changes)) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert difference in err
-    assert "last.pt was trained with another model" in err
-    assert {path.name: path.read_bytes() for path in (folder / "run").iterdir()} == before
-
-
-def test_another_alphabet_is_another_tokenizer(folder, capsys):
-    (folder / "text.txt").write_text((folder / "text.txt").read_text().replace("times", "TIMES"))
-    assert main(tiny_flags(folder, max_steps=9)) == 2
-    assert "tokenizer char -> char (or its vocabulary)" in capsys.readouterr().err
-
-
-def test_learning_rate_batch_dropout_and_path_may_change(folder, capsys):
-    changes = {"learning_rate": 1e-4, "batch_size": 6, "dropout": 0.1, "attention": "reference", "schedule": "constant"}
-    state = train(tiny_config(folder, max_steps=8, **changes))
-    assert state.step == 8
-    assert state.n_tokens == 6 * 4 * 16 + 2 * 6 * 16
-    assert state.optimizer.param_groups[0]["lr"] == 1e-4
-    assert state.model.config.dropout == 0.1
-    assert "resuming" in capsys.readouterr().out
-
-
-def test_another_text_of_the_same_alphabet_is_continued_with_a_note(folder, capsys):
-    text = (folder / "text.txt").read_text()
-    (folder / "text.txt").write_text(text[1000:] + text[:1000])
-    assert train(tiny_config(folder, max_steps=7)).step == 7
-    assert "note: the training text is not the one that this run began with" in capsys.readouterr().out
-
-
-def test_a_shorter_text_that_the_loader_stood_behind_is_refused(trained, tmp_path, capsys):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    train(tiny_config(tmp_path, "ordered", order="sequential", max_steps=40, stop_at=40))
-    text = tmp_path / "text.txt"
-    text.write_text(text.read_text()[:1500])
-    assert main(tiny_flags(tmp_path, "ordered", order="sequential", max_steps=50)) == 2
-    assert "another corpus?" in capsys.readouterr().err
-
-
 def test_a_run_is_read_from_its_directory_alone(folder, monkeypatch):
     moved = folder / "elsewhere"
     (folder / "run").rename(moved)
@@ -360,30 +295,3 @@ def test_moving_aside_never_overwrites(tmp_path):
         (tmp_path / "run" / "mark").write_text(str(n))
         assert move_aside(tmp_path / "run") == tmp_path / f"run.old-{n}"
     assert [(tmp_path / f"run.old-{n}" / "mark").read_text() for n in (1, 2, 3)] == ["1", "2", "3"]
-
-
-def test_resume_auto_must_and_never(tmp_path, capsys):
-    assert main(tiny_flags(tmp_path, max_steps=3, resume="must")) == 2
-    assert "holds no checkpoint" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-    assert main(tiny_flags(tmp_path, max_steps=3, resume="auto")) == 0
-    assert "resuming" not in capsys.readouterr().out
-    assert main(tiny_flags(tmp_path, max_steps=4, resume="must")) == 0
-    assert "resuming" in capsys.readouterr().out
-    old = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    assert main(tiny_flags(tmp_path, max_steps=5, resume="never")) == 0
-    out = capsys.readouterr().out
-    assert "resuming" not in out
-    assert f"moved the earlier {tmp_path / 'run'} to {tmp_path / 'run.old-1'}" in out
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run.old-1").iterdir()} == old
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("resume_", ["auto", "never"])
-def test_a_refusal_leaves_an_earlier_run_where_it_is(resume_, folder, capsys):
-    before = sorted(path.name for path in folder.iterdir())
-    for changes in ({"block_size": 4000}, {"vocab_size": 3}, {"micro_batch_size": 3}):
-        assert main(tiny_flags(folder, resume=resume_, **changes)) == 2
-    assert capsys.readouterr().err.count("\n") == 3
-    assert sorted(path.name for path in folder.iterdir()) == before

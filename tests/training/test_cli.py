@@ -1,10 +1,14 @@
-"""How a script ends: a user's mistake is one line and code 2."""
+"""How a script ends: a user's mistake is one line and code 2; Ctrl-C; what is shown until then."""
 
+import importlib
+import os
+import signal
 from dataclasses import dataclass
 
 import pytest
 
-from tests.tiny import REPOSITORY, finish, start
+from tests.tiny import REPOSITORY, finish, start, tiny_config, tiny_flags
+from train import main, train
 from training.cli import exit_on_user_error, parse
 
 
@@ -107,3 +111,34 @@ def test_text_that_the_terminal_cannot_show_does_not_end_a_script(tmp_path):
     script.write_text(_SCRIPT.format(body="print('1024³ 苹果'); return 0"), encoding="utf-8")
     ended = finish(start(str(script), PYTHONPATH=str(REPOSITORY), PYTHONIOENCODING="ascii"))
     assert ended == (0, "1024? ??\n", "")
+
+
+def test_ctrl_c_ends_after_the_step_and_a_second_one_at_once(tmp_path, monkeypatch, capsys):
+    module = importlib.import_module("training.evaluate")
+    honest = module.evaluate
+
+    def interrupt(*args, n_signals, **options):
+        for _ in range(n_signals):
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(*args, **options)
+
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    for n_signals, code in ((1, 130), (2, 130)):
+        name = f"run{n_signals}"
+        monkeypatch.setattr(module, "evaluate", lambda *a, n=n_signals, **o: interrupt(*a, n_signals=n, **o))
+        assert main(tiny_flags(tmp_path, name)) == code
+        out, err = capsys.readouterr()
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+        assert ("stopped after step 5 of 20; the same command continues" in out) is (n_signals == 1)
+        assert err == ("" if n_signals == 1 else "train.py: interrupted\n")
+        assert (tmp_path / name / "last.pt").exists() is (n_signals == 1)
+
+
+def test_progress_goes_to_the_terminal_only_when_asked(tmp_path, capsys):
+    train(tiny_config(tmp_path, "quiet", max_steps=2))
+    assert capsys.readouterr().err == ""
+    train(tiny_config(tmp_path, "shown", max_steps=2, progress="True"))
+    shown = capsys.readouterr().err
+    assert "training" in shown
+    assert "2/2" in shown
+    assert "tokens/s" in shown

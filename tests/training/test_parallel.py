@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from model import GPT, ModelConfig
+from tests.tiny import tiny_config
+from train import train
 from training.parallel import compile_model, gradient_sync, wrap
 from training.runtime import Runtime
 
@@ -71,3 +73,16 @@ def test_one_process_is_not_wrapped(model):
     with gradient_sync(model, is_last_micro_step=False):
         model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     assert model.token_embedding.weight.grad is not None
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "on"])
+def test_training_goes_on_whether_torch_compile_works_or_not(mode, tmp_path, monkeypatch, capsys):
+    def broken(_):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    train(tiny_config(tmp_path, "plain", max_steps=2, dropout=0.1))
+    train(tiny_config(tmp_path, mode, max_steps=2, dropout=0.1, compile=mode))
+    assert capsys.readouterr().err.count("training uncompiled: no C++ compiler\n") == (mode == "on")
+    plain, other = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"] for name in ("plain", mode))
+    assert all(torch.equal(p, other[name]) for name, p in plain.items())

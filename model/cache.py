@@ -9,7 +9,7 @@ from torch import Tensor
 class LayerCache:
     """Keys and values of one layer, (B, G, S, D); or, for a path that sums them up, its running `state`.
 
-    Memory grows by doubling up to `capacity` positions. `n_seen` positions have passed; a path with a window keeps fewer.
+    Memory grows by doubling up to `capacity` positions. `n_seen` have passed; a path with a window keeps fewer.
     """
 
     def __init__(self, capacity: int) -> None:

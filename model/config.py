@@ -24,7 +24,7 @@ class ModelConfig:
     vocab_size: int = 0
     """Rows of the embedding; 0 takes the tokenizer's. More rows are padding that is never sampled."""
     attention: str = "flash"
-    """Attention path: a file of model/attention/. Several, as in window,window,flash, are taken in turn by the layers."""
+    """Attention path: a file of model/attention/. The layers take several, as in window,window,flash, in turn."""
     window: int = 0
     """Keys that a row sees, itself included, on paths that know windows; 0: no limit, or the path's own."""
     n_global: int = 0

@@ -1,9 +1,9 @@
 """Attention over blocks of rows and columns: what `tiled` and `ring` are both made of.
 
-Online softmax (Milakov & Gimelshein 2018): the softmax of a row can be put together from pieces of the row. A piece with
-normaliser l1 = Σ exp(s) and another with l2 have together l1 + l2, and their outputs the mean weighted by l1 and l2.
-FlashAttention (Dao et al. 2022) does this over blocks of one sequence, ring attention (Liu et al. 2023) over the parts
-of a sequence that lie in different processes.
+Online softmax (Milakov & Gimelshein 2018): the softmax of a row can be put together from pieces of the row. A piece
+with normaliser l1 = Σ exp(s) and another with l2 have together l1 + l2, and their outputs the mean weighted by l1 and
+l2. FlashAttention (Dao et al. 2022) does this over blocks of one sequence, ring attention (Liu et al. 2023) over the
+parts of a sequence that lie in different processes.
 
 Axes here: q (B, G, R, T, D), where R query heads share each of the G key-value heads; k and v (B, G, 1, S, D).
 Everything is computed in at least float32.

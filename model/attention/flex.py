@@ -37,7 +37,7 @@ class FlexAttention(AttentionPath):
 
         if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
-                "attention path 'flex' does not train on CPU; paths that do there: flash, linear, reference, tiled, window"
+                "attention path 'flex' does not train on CPU; paths that do: flash, linear, reference, ring, tiled, window"
             )
         n_queries, n_keys = q.shape[2], k.shape[2]
         before = n_keys - n_queries  # the queries are the last T of the S positions

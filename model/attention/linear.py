@@ -1,7 +1,7 @@
 """Linear attention (Katharopoulos et al. 2020): weights φ(q)·φ(k)/z instead of a softmax, in O(n) time.
 
 Without the exponential the sum over keys can be taken before the query is known: a running state Σ φ(k) vᵀ of fixed
-size (D, D) stands for all earlier positions. Within a chunk the explicit form is quicker; between chunks the state goes.
+size (D, D) stands for all earlier positions. Within a chunk the explicit form is quicker; the state links the chunks.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class LinearAttention(AttentionPath):
         products = products.masked_fill(~allowed, 0.0)
         return products / products.sum(-1, keepdim=True)
 
-    def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
+    def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:  # noqa: ARG002
         raise ValueError("linear attention is no softmax: it has no log-sum-exp")
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:

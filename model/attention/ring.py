@@ -112,7 +112,7 @@ def _blocks(q: Tensor, k: Tensor, block: int) -> tuple[list[list[Block]], list[l
         return [cut([range(n_keys - n_queries, n_keys)], block)], [cut([range(n_keys)], block)]
     if n_queries != n_keys:
         raise ValueError(
-            f"a ring of {world_size} decodes nothing: {n_queries} queries on {n_keys} keys; use one process"
+            f"a ring of {world_size} does not decode ({n_queries} queries, {n_keys} keys); use one process"
         )
     parts = [cut(ring_positions(n_keys * world_size, rank, world_size), block) for rank in range(world_size)]
     return parts, parts

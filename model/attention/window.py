@@ -42,15 +42,15 @@ class WindowAttention(AttentionPath):
         # Rows of the head are few, and their blocks are unlike the others: globals lie among their local keys.
         n_head_rows = min(n_queries, (-(-rule.n_global // window) + 1) * window)
         positions = torch.arange(n_head_rows, device=q.device)
-        head = (part[:, :, :n_head_rows] for part in (q, k, v))
-        out = self._direct(*head, rule, positions, positions)
+        head_q, head_k, head_v = (part[:, :, :n_head_rows] for part in (q, k, v))
+        out = self._direct(head_q, head_k, head_v, rule, positions, positions)
         if n_head_rows == n_queries:
             return out
         return torch.cat((out, self._blocks(q, k, v, rule, window, n_head_rows)), dim=2)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, window: int, start: int) -> Tensor:
         """Rows from `start` (a multiple of window, at least window + n_global) on, in blocks of `window`."""
-        batch, n_head, n_queries, dim = q.shape
+        batch, n_queries = q.shape[0], q.shape[2]
         n_blocks = -(-(n_queries - start) // window)
         n_padding = start + n_blocks * window - n_queries  # after the last row, where no earlier row sees it
 

@@ -24,7 +24,7 @@ def tiny(**options):
 def layer(module_class, **options):
     """A layer with weights large enough that its attention is far from uniform; x (1, 6, C) in float64."""
     config = tiny(**options)
-    module = module_class(config).double()
+    module = (MLP(config) if module_class is MLP else module_class(config, 0)).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return module, torch.randn(1, 6, config.n_embd, dtype=torch.float64)
@@ -125,12 +125,12 @@ def test_claim_05_worked_example():
 def test_claim_06_shapes():
     """X (n, d_model), W (d_model, d_k), QKᵀ (n, n), output of a head (n, d_k); a block maps (n, d_model) to itself."""
     config = tiny(n_embd=12, n_head=3)
-    attention, x = MultiHeadAttention(config), torch.randn(1, 5, 12)
+    attention, x = MultiHeadAttention(config, 0), torch.randn(1, 5, 12)
     q, k, v = (attention.split_heads(p(x)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
     assert q.shape == k.shape == v.shape == (1, 3, 5, 4)
     assert attention.path.weights(q, k, rule=MaskRule()).shape == (1, 3, 5, 5)
     assert attention.path(q, k, v, rule=MaskRule()).shape == (1, 3, 5, 4)
-    assert run(Block(config), x).shape == x.shape
+    assert run(Block(config, 0), x).shape == x.shape
 
 
 def test_claim_07_causal_mask_before_softmax():
@@ -165,7 +165,7 @@ def test_claim_08_heads_cost_the_same_multiplications():
     """h heads of d_model/h against one of d_model: counted, not computed; d_model = 512 and 8 heads as in the paper."""
     counts = []
     for n_head in (1, 8):
-        attention, x = MultiHeadAttention(tiny(n_embd=512, n_head=n_head)), torch.randn(1, 16, 512)
+        attention, x = MultiHeadAttention(tiny(n_embd=512, n_head=n_head), 0), torch.randn(1, 16, 512)
         with FlopCounterMode(display=False) as counter:
             run(attention, x)
         counts.append(counter.get_total_flops() // 2)
@@ -186,7 +186,7 @@ def test_claim_08_output_is_the_joined_heads_times_w_o():
 
 def test_claim_08_heads_can_differ():
     """Hand-set weights on one-hot tokens: head 0 looks for its own token, head 1 for the next one in the alphabet."""
-    attention = MultiHeadAttention(tiny(causal=False)).double()
+    attention = MultiHeadAttention(tiny(causal=False), 0).double()
     own, following = torch.eye(4).double(), torch.eye(4).roll(1, dims=0).double()
     with torch.no_grad():
         attention.q_proj.weight.copy_(100 * torch.cat((own, following)).repeat(1, 2) / 2)

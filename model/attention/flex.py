@@ -35,10 +35,13 @@ class FlexAttention(AttentionPath):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise ValueError(
-                "attention path 'flex' does not train on CPU; paths that do: flash, linear, reference, ring, tiled, window"
-            )
+        if q.device.type == "cpu" and any(x.requires_grad for x in (q, k, v)):
+            if torch.is_grad_enabled():
+                from model.attention import available, path_class
+
+                able = [name for name in available() if "backward_cpu" in path_class(name).supports]
+                raise ValueError(f"attention path 'flex' does not train on CPU; paths that do: {', '.join(able)}")
+            q, k, v = (x.detach() for x in (q, k, v))  # PyTorch refuses them on CPU even where no gradient is kept
         n_queries, n_keys = q.shape[2], k.shape[2]
         before = n_keys - n_queries  # the queries are the last T of the S positions
         batch = None if rule.documents is None else q.shape[0]

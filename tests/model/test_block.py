@@ -41,6 +41,6 @@ def test_swiglu_costs_about_what_the_others_do():
 
 
 def test_attention_only_block():
-    block = Block(ModelConfig(n_embd=8, n_head=2, mlp="none"))
+    block = Block(ModelConfig(n_embd=8, n_head=2, mlp="none"), 0)
     x, positions = torch.randn(1, 5, 8), torch.arange(5)
     torch.testing.assert_close(block(x, positions=positions), x + block.attn(block.attn_norm(x), positions=positions))

@@ -10,7 +10,7 @@ from model.position import rotate
 
 def attention_of(**options):
     sizes = {"n_head": 4, "n_embd": 16, "attention": "reference"}
-    attention = MultiHeadAttention(ModelConfig(**{**sizes, **options})).double()
+    attention = MultiHeadAttention(ModelConfig(**{**sizes, **options}), 0).double()
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return attention, torch.randn(2, 7, 16, dtype=torch.float64)

@@ -2,8 +2,11 @@
 
 Neither direction ever holds a (T, S) tensor. Forward keeps, besides its inputs and output, one log-sum-exp a row;
 backward recomputes each tile of weights from it. Memory O(n·D + block²), time O(n²·D) like the explicit form.
+
+On a GPU the same algorithm runs as Triton kernels (_triton.py), if Triton is there; `kernel` says which it is.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from model.attention.path import AttentionPath
 class TiledAttention(AttentionPath):
     """block: queries and keys in a tile. Every rule and option but dropout, any dtype, computed in at least float32."""
 
+    _kernel_devices = ("cuda",)  # tests add "cpu" under Triton's interpreter
+
     supports = frozenset(
         {"window", "globals", "documents", "bidirectional", "softcap", "alibi", "cache", "backward_cpu"}
         | {"backward_cuda", "log_sum_exp"}
@@ -27,6 +32,7 @@ class TiledAttention(AttentionPath):
         if block < 1:
             raise ValueError(f"block is {block}; a tile needs at least 1 query and key")
         self.block = block
+        self._has_triton = find_spec("triton") is not None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
         return self.attend(q, k, v, rule)[0]
@@ -34,8 +40,19 @@ class TiledAttention(AttentionPath):
     def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
         return self.attend(q, k, k, rule)[1]
 
+    def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:  # noqa: ARG002
+        """ "triton" where the kernels of _triton.py are able to: they know every rule, but not float64."""
+        is_there = self._has_triton and q.device.type in self._kernel_devices
+        fits = q.dtype in (torch.float32, torch.bfloat16, torch.float16) and q.shape[-1] <= 128 and q.numel() > 0
+        is_able = not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
+        return "triton" if is_there and fits and is_able else "pytorch tiles"
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> tuple[Tensor, Tensor]:
         scoring = Scoring(rule, self.scale_for(q), self.softcap, self.alibi)
+        if self.kernel(q, k, v, rule=rule) == "triton":
+            from model.attention._triton import attend  # here, because Triton is not everywhere
+
+            return attend(q, k, v, scoring)
         q = q.unflatten(1, (k.shape[1], -1))  # (B, G, R, T, D): the R heads that share a key-value head
         out, lse = TiledFunction.apply(q, k.unsqueeze(2), v.unsqueeze(2), scoring, self.block)
         return out.flatten(1, 2), lse.flatten(1, 2)

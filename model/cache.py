@@ -38,11 +38,10 @@ class LayerCache:
         return keys, values
 
     def keep(self, n_first: int, n_last: int) -> None:
-        """Forgets all but the first n_first positions of the context and the latest n_last."""
+        """Forgets all but the first n_first positions of the context and the latest n_last, and frees their memory."""
         if self.n_kept > n_first + n_last:
-            for buffer in self._buffers:
-                latest = buffer[:, :, self.n_kept - n_last : self.n_kept].clone()
-                buffer[:, :, n_first : n_first + n_last] = latest
+            latest = slice(self.n_kept - n_last, self.n_kept)
+            self._buffers = [torch.cat((old[:, :, :n_first], old[:, :, latest]), dim=2) for old in self._buffers]
             self.n_first, self.n_kept = n_first, n_first + n_last
 
     def positions(self, device: torch.device) -> Tensor:

@@ -16,7 +16,8 @@ from model.attention.path import AttentionPath, query_positions, repeat_groups
 
 # Each makes every component positive, so that weights are positive and z is never 0.
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu": lambda x: F.elu(x) + 1,  # Katharopoulos et al. 2020, equation 7
+    # elu(x) + 1, Katharopoulos et al. 2020, equation 7; added up in this order it is not rounded to 0 below x = -17.
+    "elu": lambda x: F.relu(x) + x.clamp(max=0).exp(),
     "relu": lambda x: F.relu(x) + 1e-3,
     "softmax": lambda x: x.softmax(-1),  # over the D channels: Shen et al. 2021
 }
@@ -92,7 +93,8 @@ class LinearAttention(AttentionPath):
         normaliser = inside.sum(-1) + (groups @ totals[:, :, None, :-1, :, None]).squeeze(-1)
         # Padded queries are all zero, so is their normaliser; what they would give is cut off.
         out = weighted.flatten(3, 4)[..., :n_tokens, :] / normaliser.flatten(3, 4)[..., :n_tokens, None]
-        return out.flatten(1, 2).to(q.dtype), (products[:, :, -1], totals[:, :, -1])
+        # Copies: a view would keep the states of all chunks for as long as a decoder keeps the last.
+        return out.flatten(1, 2).to(q.dtype), (products[:, :, -1].clone(), totals[:, :, -1].clone())
 
 
 def summarise(features: Tensor, values: Tensor) -> State:

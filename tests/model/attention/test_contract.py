@@ -450,9 +450,7 @@ class LinearUnnormalised(LinearAttention):
         return super().forward(q, k, v, rule=rule) * k.shape[2]
 
 
-class LinearLeaksTheChunk(LinearAttention):
-    """The state of a chunk's end is read at its beginning."""
-
+class LinearSeesTheNext(LinearAttention):
     def forward(self, q, k, v, *, rule):
         out = super().forward(q, k, v, rule=rule)
         return torch.cat((out[:, :, 1:], out[:, :, -1:]), dim=2)
@@ -526,7 +524,7 @@ BROKEN = {
     WindowForgetsEarly: {check_decoding},
     LinearForgetsTheState: {check_weighted_mean, check_decoding},
     LinearUnnormalised: {check_weighted_mean, check_gradients, check_decoding},
-    LinearLeaksTheChunk: {check_weighted_mean, check_gradients, check_causality, check_decoding},
+    LinearSeesTheNext: {check_weighted_mean, check_gradients, check_causality, check_decoding},
     CacheDropsAKey: {check_decoding},
     KeysWithoutGradient: {check_gradients},
     GroupsInterleaved: {check_weighted_mean, check_formula, check_gradients},

@@ -1,35 +1,17 @@
 """What is flash's own: which kernel runs, and that it never holds an n×n tensor."""
 
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from model import GPT, ModelConfig
 from model.attention import build
 from model.attention.mask import MaskRule
-
-
-class LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest tensor that an operator returns."""
-
-    n_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        self.n_elements = max([self.n_elements, *sizes])
-        return out
-
-
-def largest(name, n):
-    q, k, v = (torch.randn(1, 1, n, 4, requires_grad=True) for _ in range(3))
-    with LargestTensor() as counter:
-        build(name)(q, k, v, rule=MaskRule()).sum().backward()
-    return counter.n_elements
+from tests.counting import LargestTensor, largest_tensor
 
 
 def test_no_square_tensor_in_either_direction():
-    assert largest("reference", 256) == 256 * 256
-    assert largest("flash", 256) == 256 * 4
+    assert largest_tensor(build("reference"), 256, MaskRule()) == 256 * 256
+    assert largest_tensor(build("flash"), 256, MaskRule()) == 256 * 4
 
 
 def test_kernel_names_what_runs():
@@ -46,3 +28,36 @@ def test_log_sum_exp_comes_from_the_kernel():
     with LargestTensor() as counter:
         build("flash").log_sum_exp(q, q, rule=MaskRule())
     assert counter.n_elements == 256 * 4
+
+
+def test_a_pinned_kernel_runs():
+    """math is the explicit form in PyTorch's own operators: the map is there, and the numbers are the kernel's."""
+    q, k, v = (torch.randn(2, 4, 33, 8) for _ in range(3))
+    math, auto = build("flash", kernel="math"), build("flash")
+    assert math.kernel(q, k, v, rule=MaskRule()) == "cpu math"
+    assert build("flash", kernel="flash").kernel(q, k, v, rule=MaskRule()) == "cpu flash_attention"
+    assert largest_tensor(math, 256, MaskRule()) == 256 * 256
+    assert largest_tensor(build("flash", kernel="flash"), 256, MaskRule()) == 256 * 4
+    torch.testing.assert_close(math(q, k, v, rule=MaskRule()), auto(q, k, v, rule=MaskRule()), rtol=1e-5, atol=1e-6)
+    pinned = build("flash", kernel="flash")(q, k, v, rule=MaskRule())
+    assert torch.equal(pinned, auto(q, k, v, rule=MaskRule()))
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+def test_a_kernel_that_is_not_there_is_refused_by_name(kernel):
+    """In a model too, and the message names the setting and those that would run."""
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    message = (
+        rf"PyTorch's {kernel} attention kernel does not run here \(cpu, torch\.float32, head_dim 4\); "
+        r"model\.flash_kernel could be: auto, flash, math"
+    )
+    with pytest.raises(ValueError, match=message):
+        build("flash", kernel=kernel)(q, k, v, rule=MaskRule())
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, flash_kernel=kernel))
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_an_unknown_kernel_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match="flash kernel is 'fast'; choose one of: auto, flash, efficient, cudnn, math"):
+        build("flash", kernel="fast")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.attention.mask import MaskRule
@@ -73,3 +73,29 @@ def test_impossible_rules_are_refused():
         MaskRule(window=0)
     with pytest.raises(ValueError, match="n_global is -1; it must be 0 or more"):
         MaskRule(n_global=-1)
+
+
+RANGES = st.tuples(st.integers(0, 24), st.integers(1, 9)).map(lambda pair: range(pair[0], pair[0] + pair[1]))
+
+
+@given(
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 12),
+    n_global=st.integers(0, 6),
+    n_documents=st.integers(0, 3),
+    rows=RANGES,
+    columns=RANGES,
+)
+@settings(max_examples=300)
+def test_what_is_said_of_a_block_holds_for_its_pairs(causal, window, n_global, n_documents, rows, columns):
+    """A block left out holds no pair, a block taken whole holds all; without documents and globals the converse too."""
+    documents = torch.arange(2 * 40).view(2, 40) % n_documents if n_documents else None
+    rule = MaskRule(causal, window, n_global, documents)
+    allowed = rule.allowed(torch.tensor(rows), torch.tensor(columns))
+    if not rule.allows_any(rows, columns):
+        assert not allowed.any()
+    if rule.allows_all(rows, columns):
+        assert allowed.all()
+    if documents is None and (n_global == 0 or window is None):
+        assert rule.allows_any(rows, columns) == bool(allowed.any())
+        assert rule.allows_all(rows, columns) == bool(allowed.all())

@@ -78,6 +78,23 @@ def test_rule_that_a_path_lacks_is_refused_when_the_model_is_built(monkeypatch):
         GPT(ModelConfig(attention="flash", causal=False, vocab_size=5))
 
 
+def test_a_setting_that_one_of_the_layers_lacks_is_refused_when_the_model_is_built():
+    with pytest.raises(ValueError, match=r"'linear' does not support alibi; paths that do: .*reference"):
+        GPT(ModelConfig(attention="reference,linear", position="alibi", vocab_size=5))
+    with pytest.raises(ValueError, match=r"'flash' does not support softcap; paths that do: .*reference"):
+        GPT(ModelConfig(attention="tiled", full_attention_every=2, attention_softcap=5.0, vocab_size=5))
+    with pytest.raises(ValueError, match=r"'window' does not support bidirectional; paths that do: .*tiled"):
+        GPT(ModelConfig(attention="window", causal=False, vocab_size=5))
+    with pytest.raises(ValueError, match=r"'tiled' does not support dropout; paths that do: .*reference"):
+        GPT(ModelConfig(attention="tiled", attention_dropout=0.1, vocab_size=5))
+
+
+@pytest.mark.parametrize("attention", ["linear", "flash", "linear,flash"])
+def test_a_window_that_no_layer_follows_is_refused_when_the_model_is_built(attention):
+    with pytest.raises(ValueError, match="does not support window; paths that do: .*window"):
+        GPT(ModelConfig(attention=attention, window=4, vocab_size=5))
+
+
 def test_model_needs_a_vocabulary():
     with pytest.raises(ValueError, match=r"model\.vocab_size is 0"):
         GPT(ModelConfig())
@@ -92,6 +109,22 @@ def test_derived_sizes():
     assert ModelConfig(n_embd=96, n_head=6).head_dim == 16
     assert ModelConfig(n_head=4).kv_heads == 4
     assert ModelConfig(n_head=4, n_kv_head=2).kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "paths"),
+    [
+        ({"attention": "linear"}, "linear linear linear linear"),
+        ({"attention": "window,linear"}, "window linear window linear"),
+        ({"attention": "window,window,window,reference"}, "window window window reference"),
+        ({"attention": "window", "full_attention_every": 4}, "window window window flash"),
+        ({"attention": "window,linear", "full_attention_every": 3}, "window linear flash linear"),
+        ({"attention": "tiled", "full_attention_every": 1}, "flash flash flash flash"),
+        ({"attention": "tiled", "full_attention_every": 5}, "tiled tiled tiled tiled"),
+    ],
+)
+def test_paths_of_the_layers(options, paths):
+    assert ModelConfig(n_layer=4, **options).paths == tuple(paths.split())
 
 
 @pytest.mark.parametrize(

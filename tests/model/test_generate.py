@@ -157,6 +157,28 @@ def test_the_same_tokens_with_and_without_cache_past_block_size(position, n_prom
     assert cached.unique().numel() > 8
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": "window", "window": 3},
+        {"attention": "window", "window": 2, "n_global": 2},
+        {"attention": "window,flash", "window": 4},
+        {"attention": "linear"},
+        {"attention": "linear,window", "window": 3, "n_global": 1},
+        {"attention": "tiled", "window": 4, "n_global": 1},
+        {"attention": "ring"},
+        {"attention": "flex", "window": 4},
+    ],
+)
+@pytest.mark.parametrize("n_prompt", [1, 9])
+def test_every_path_decodes_what_the_whole_context_says(options, n_prompt):
+    """Past the window and past block_size, one new token a step."""
+    model = model_of(position="rope", **options)
+    prompt = torch.randint(20, (2, n_prompt))
+    cached, whole = (continuation(model, prompt, 24, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(cached, whole)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 3, 10])
 def test_context_is_cut_to_its_newer_half_and_grows_again(block_size):
     """The policy by simulation: grow to block_size, then drop the older half (rounded down, at least one)."""

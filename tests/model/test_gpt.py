@@ -35,6 +35,11 @@ REST = [
     {"causal": False, "tied_head": False},
     {"attention": "flash", "n_kv_head": 2, "qk_norm": True},
     {"dropout": 0.1, "attention_dropout": 0.1},
+    {"attention": "tiled", "window": 5, "n_global": 2, "n_kv_head": 2},
+    {"attention": "window,reference", "window": 4},
+    {"attention": "linear", "n_kv_head": 2, "linear_feature_map": "relu"},
+    {"attention": "ring", "attention_softcap": 5.0},
+    {"attention": "window", "window": 3, "n_global": 1, "full_attention_every": 2},
 ]
 
 
@@ -42,7 +47,7 @@ def all_configs():
     for number, (norm, placement, mlp, position) in enumerate(CHOICES):
         rest = dict(REST[number % len(REST)])
         if position == "alibi":
-            rest["attention"] = "reference"
+            rest |= {"attention": "reference", "full_attention_every": 0}
         yield small(norm=norm, norm_placement=placement, mlp=mlp, position=position, **rest)
 
 

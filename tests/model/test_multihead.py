@@ -52,6 +52,29 @@ def test_a_hook_also_sees_decoding():
     assert shapes == [[4, 4, 4], [1, 5, 5], [1, 6, 6]]
 
 
+def test_layers_of_different_paths_follow_the_rules_that_they_can():
+    """The window reaches the layers that know windows; the full ones see all."""
+    config = ModelConfig(attention="window,linear", window=3, n_global=1, full_attention_every=4, vocab_size=5)
+    layers = [block.attn for block in GPT(config).blocks]
+    assert [attn.path.name for attn in layers] == ["window", "linear", "window", "flash"]
+    assert [(attn.rule.window, attn.rule.n_global) for attn in layers] == [(3, 1), (None, 0), (3, 1), (None, 0)]
+    tokens, kept = torch.randint(5, (1, 10)), []
+    model = GPT(config).eval()
+    cache = model.new_cache()
+    for token in tokens.split(1, dim=1):
+        model(token, cache=cache)
+        kept.append([layer.n_kept for layer in cache.layers])
+    assert kept[-1] == [3, 0, 3, 10]  # w - 1 + g, a state, w - 1 + g, everything
+
+
+def test_options_reach_the_path():
+    config = ModelConfig(attention="reference", attention_softcap=3.0, position="alibi", attention_dropout=0.25)
+    path = MultiHeadAttention(config, 0).path
+    assert (path.softcap, path.alibi, path.dropout) == (3.0, True, 0.25)
+    assert MultiHeadAttention(ModelConfig(flash_kernel="math"), 0).path.pinned == "math"
+    assert MultiHeadAttention(ModelConfig(attention="window"), 0).path.own_rule.window == 256
+
+
 @pytest.mark.parametrize("n_kv_head", [1, 2])
 def test_grouped_heads_are_full_heads_that_share_keys_and_values(n_kv_head):
     """A grouped layer equals a full one whose key and value matrices repeat each group's H/G times in a row."""

@@ -1,0 +1,189 @@
+"""Time and memory of every attention path as the sequence doubles:  python benchmarks/attention.py -o attention.png
+
+Each path is first compared with `reference` (one that is no softmax with its own explicit weights); a wrong one is
+named and nothing is reported. Every number is measured in a process of its own, so that memory is its own.
+"""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # a script finds its own folder there, not the repository
+from benchmarks.process import in_own_process, memory_bytes  # noqa: E402
+from benchmarks.report import draw, fit, print_tables  # noqa: E402
+from model.attention import available, build, path_class  # noqa: E402
+from training.cli import exit_on_user_error, parse  # noqa: E402
+
+if TYPE_CHECKING:
+    from model.attention.path import AttentionPath
+
+DIRECTIONS = ("forward", "forward+backward")
+LIMITS = {"cpu": 1e-9, "cuda": 3e-2}  # of the error against float64: there in float64 too, here in bfloat16
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Time and memory of attention paths, one sequence, causal. Exponents are fitted to the three largest sizes."""
+
+    paths: tuple[str, ...] = ()
+    """Paths to measure; none given means all."""
+    sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    """Numbers of tokens, ascending."""
+    heads: int = 2
+    """Number of heads."""
+    head_dim: int = 64
+    """Width of a head."""
+    window: int = 256
+    """Keys that a row of the path window sees."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to measure: float32 on cpu, bfloat16 on cuda."""
+    threads: int = 1
+    """Threads on cpu. One is what other work on the machine disturbs least."""
+    repeat_seconds: float = 0.5
+    """Each measurement is repeated for so long; its fastest run counts."""
+    limit_seconds: float = 8.0
+    """A measurement is left out when the size before foretells a longer run (four times its time)."""
+    limit_gigabytes: float = 4.0
+    """The same for memory."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    output: Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = ""
+    """Plot to write: *.png, *.svg or *.pdf."""
+
+
+def new_path(options: Benchmark, name: str) -> "AttentionPath":
+    return build(name, window=options.window) if name == "window" else build(name)
+
+
+def run(path: "AttentionPath", options: Benchmark, n_tokens: int, dtype: Any, backward: bool) -> tuple[Any, list[Any]]:
+    """A function that runs the path once on new inputs q, k, v, and these."""
+    import torch
+
+    from model.attention.mask import MaskRule
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, options.heads, n_tokens, options.head_dim)
+    inputs = [torch.randn(shape, generator=generator).to(options.device, dtype) for _ in range(3)]
+    inputs = [x.requires_grad_(backward) for x in inputs]
+
+    def once() -> list[Any]:
+        out = path(*inputs, rule=MaskRule())
+        results = [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))] if backward else [out]
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        return results
+
+    return once, inputs
+
+
+def error_of(options: Benchmark, name: str) -> float:
+    """Largest difference of output and gradients from the explicit form in float64, relative to its largest number."""
+    import torch
+
+    from model.attention.mask import MaskRule
+
+    path, backward = new_path(options, name), f"backward_{options.device}" in path_class(name).supports
+    n_tokens = 2 * options.window + 44  # past the window, and no multiple of a tile
+    once, inputs = run(path, options, n_tokens, torch.float64 if options.device == "cpu" else torch.bfloat16, backward)
+    q, k, v = exact = [x.detach().double().requires_grad_(backward) for x in inputs]
+    oracle = build("reference") if "log_sum_exp" in path.supports else path
+    out = oracle.weights(q, k, rule=path.rule_for(MaskRule())) @ v
+    wanted = [out, *torch.autograd.grad(out, exact, torch.ones_like(out))] if backward else [out]
+    pairs = zip(once(), wanted, strict=True)
+    return max(float(((got.double() - right).abs().max() / right.abs().max()).detach()) for got, right in pairs)
+
+
+def measure(options: Benchmark, name: str, n_tokens: int, backward: bool) -> tuple[float, int]:
+    """(seconds, bytes beyond the inputs) of one run; the first run tells the memory, the fastest of all the time."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    path, dtype = new_path(options, name), torch.float32 if options.device == "cpu" else torch.bfloat16
+    run(path, options, min(512, n_tokens), dtype, backward)[0]()  # libraries load, kernels compile
+    once, _ = run(path, options, n_tokens, dtype, backward)
+    if options.device == "cuda":
+        once()  # compiles for this size
+        torch.cuda.reset_peak_memory_stats()
+    before = memory_bytes(options.device, "VmRSS")
+    seconds, end, n_bytes = float("inf"), time.perf_counter() + options.repeat_seconds, 0
+    while seconds == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        once()
+        seconds = min(seconds, time.perf_counter() - start)
+        n_bytes = n_bytes or max(1, memory_bytes(options.device, "VmHWM") - before)
+    return seconds, n_bytes
+
+
+def why_not(options: Benchmark, name: str, backward: bool, n_tokens: int, row: dict[str, Any]) -> str:
+    """Why a measurement is left out; empty when it is not. Twice the tokens take at most four times as much."""
+    word = f"backward_{options.device}"
+    if backward and word not in path_class(name).supports:
+        return f"the path has no {word}"
+    if row["n"] and 4 * row["seconds"][-1] > options.limit_seconds:
+        return f"n = {n_tokens} may take over {options.limit_seconds:g} s"
+    if row["n"] and 4 * row["bytes"][-1] > options.limit_gigabytes * 1e9:
+        return f"n = {n_tokens} may take over {options.limit_gigabytes:g} GB"
+    return ""
+
+
+def measure_all(options: Benchmark, names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each path and direction, with the sizes that were measured and why no larger ones were."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    rows = [
+        {"path": name, "direction": direction, "n": [], "seconds": [], "bytes": [], "skipped": ""}
+        for name, direction in itertools.product(names, DIRECTIONS)
+    ]
+    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(rows) * sum(options.sizes))
+        for n_tokens, row in itertools.product(options.sizes, rows):
+            name, backward = row["path"], row["direction"] == DIRECTIONS[1]
+            progress.update(task, description=f"{name} {row['direction']}, n = {n_tokens}")
+            row["skipped"] = row["skipped"] or why_not(options, name, backward, n_tokens, row)
+            if not row["skipped"]:
+                try:
+                    result = in_own_process(measure, options, name, n_tokens, backward)
+                    for field, value in zip(("n", "seconds", "bytes"), (n_tokens, *result), strict=True):
+                        row[field].append(value)
+                except MemoryError as error:
+                    row["skipped"] = f"n = {n_tokens}: {error}"
+            progress.advance(task, n_tokens)
+    return rows
+
+
+@exit_on_user_error
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(Benchmark, arguments, "attention.py")
+    names = options.paths or available()
+    if list(options.sizes) != sorted(set(options.sizes)) or min(options.sizes, default=0) < 1:
+        raise ValueError(f"--sizes are {options.sizes}; they must be ascending and at least 1")
+    if options.output and not options.output.endswith((".png", ".svg", ".pdf")):
+        raise ValueError(f"-o {options.output} must end in .png, .svg or .pdf")
+    for name in names:
+        error, limit = error_of(options, name), LIMITS[options.device]
+        if not error <= limit:
+            print(f"path {name} is wrong by {error:.1e} (at most {limit:g}): nothing is reported", file=sys.stderr)
+            return 1
+
+    rows = [fit(row) for row in measure_all(options, names)]
+    about = {name: getattr(options, name) for name in ("device", "threads", "heads", "head_dim", "window")}
+    if options.json:
+        print(json.dumps(about | {"rows": rows}))
+    else:
+        print_tables(rows, options.sizes, ", ".join(f"{name} {value}" for name, value in about.items()))
+    if options.output:
+        draw(rows, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Measurements in a process of their own, so that the memory that one sees is its own."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, Literal
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), as a new process computes it. MemoryError when the system killed that process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # imported once; every new process begins with it
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise MemoryError("the process was killed, for its memory most likely") from None
+
+
+def memory_bytes(device: str, field: Literal["VmHWM", "VmRSS"]) -> int:
+    """What this process holds (VmRSS) or has held at most (VmHWM); elsewhere than on Linux the latter for both."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() if field == "VmHWM" else torch.cuda.memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split(f"{field}:")[1].split()[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS

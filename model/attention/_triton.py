@@ -12,7 +12,8 @@ h // n_share: grouped heads copy nothing. `rows` and `columns` are positions amo
 would begin if it had a query for each of them. Head_dim is padded with zeros, which change no product.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -22,24 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from model.attention._blockwise import Scoring
 
-
-class Task(NamedTuple):
-    """What all kernels are told alike. They are compiled anew for other values of the constants."""
-
-    documents: Tensor | None
-    n_queries: int
-    n_keys: int
-    n_head: int
-    n_share: int
-    window: int
-    n_global: int
-    causal: tl.constexpr
-    scale: tl.constexpr
-    softcap: tl.constexpr
-    alibi: tl.constexpr
-    head_dim: tl.constexpr
-    padded_dim: tl.constexpr
-    block: tl.constexpr
+# What all kernels are told alike; they are compiled anew for other values of what comes after n_global.
+Task = namedtuple(
+    "Task",
+    "documents n_queries n_keys n_head n_share window n_global causal scale softcap alibi head_dim padded_dim block",
+)
 
 
 @triton.jit
@@ -72,11 +60,9 @@ def _reach(first, begin, task, PAST: tl.constexpr, FUTURE: tl.constexpr):
     """What the block at `first` may meet of [begin, n_keys): globals in [begin, far), neighbours in [start, stop)."""
     far, start, stop = begin, max(begin, first), min(task.n_keys, first + task.block)
     if FUTURE:
-        stop = min(task.n_keys, first + task.block - 1 + task.window)
-        stop = tl.where(first < task.n_global, task.n_keys, stop)
+        stop = task.n_keys if first < task.n_global else min(task.n_keys, first + task.block - 1 + task.window)
     if PAST:
-        start = max(begin, first - task.window + 1)
-        start = tl.where(first < task.n_global, begin, start)
+        start = begin if first < task.n_global else max(begin, first - task.window + 1)
         far = max(begin, min(task.n_global, start))
     return far, start, max(start, stop)
 
@@ -241,5 +227,4 @@ class TritonFunction(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None
 
 
-# torch.compile leaves it as it is: Triton has compiled it, and tracing it would gain nothing.
-attend = torch.compiler.disable(TritonFunction.apply)
+attend = torch.compiler.disable(TritonFunction.apply)  # Triton has compiled it; tracing it would gain nothing

@@ -31,8 +31,8 @@ def folder(trained, tmp_path):
     return tmp_path
 
 
-def resume(folder: Path, **changes):
-    config = tiny_config(folder, vocab_size=18, max_steps=6, **changes)
+def resume(folder: Path):
+    config = tiny_config(folder, vocab_size=18, max_steps=6)
     return load_for_resume(folder / "run", config, CharTokenizer(_characters(folder)))
 
 

@@ -101,6 +101,9 @@ def load_for_resume(directory: Path, config: Config, tokenizer: Tokenizer) -> di
     if not any((directory / name).exists() for name in ("last.pt", "previous.pt")):
         return None
     path, content = _load_first(directory, ["last.pt", "previous.pt"])
+    if path.name == "previous.pt" and (directory / "last.pt").exists():
+        # The next save renames last.pt to previous.pt: a damaged file must not take the place of the good one.
+        os.replace(directory / "last.pt", directory / "damaged.pt")
     there = Config.from_dict(content["config"]).to_dict()["model"]
     here = config.to_dict()["model"]
     changed = [f"{key} {there[key]} -> {here[key]}" for key in there if there[key] != here[key]]

@@ -117,10 +117,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(damage, folde
     assert notice.startswith(f"{last} is damaged (")
     assert notice.endswith("taking previous.pt of step 3\n")
     assert notice.count("\n") == 1
+    # The next save makes last.pt the previous one: the damaged file must not take the place of the good one.
+    assert not last.exists()
+    assert (folder / "run" / "damaged.pt").exists()
     assert load_run(folder / "run", "last").step == 3
 
     capsys.readouterr()
-    damage(previous, previous.read_bytes())
+    whole = previous.read_bytes()
+    last.write_bytes(whole)
+    for file in (last, previous):
+        damage(file, whole)
     assert main(tiny_flags(folder, max_steps=6)) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1

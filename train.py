@@ -3,7 +3,6 @@
 Read from top to bottom: this file says what happens in a run and in which order; training/ says how.
 """
 
-import dataclasses
 import functools
 import math
 import sys
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from data.prepare import Corpus
     from data.tokenizer import Tokenizer
     from training.evaluate import Evaluation
     from training.state import TrainState
@@ -47,7 +45,7 @@ def train(config: Config) -> "TrainState":
     from data.loader import BatchLoader
     from data.prepare import prepare
     from model import GPT
-    from training.checkpoint import save_checkpoint
+    from training.checkpoint import restore, save_checkpoint
     from training.evaluate import evaluate
     from training.metrics import MetricsLog, attention_kernel
     from training.optimizer import build_optimizer, build_scaler
@@ -57,12 +55,12 @@ def train(config: Config) -> "TrainState":
 
     with running(config.run) as runtime:
         say: Callable[[str], None] = print if runtime.is_main else lambda _: None
-        micro_batch_size = split_batch(config, runtime.world_size)
+        micro_batch_size = config.micro_batch_size(runtime.world_size)
 
         # Data
         with runtime.main_first():
             corpus = prepare(config.data, show_progress=config.log.progress and runtime.is_main)
-        config = with_vocabulary(config, corpus.tokenizer.vocab_size)
+        config = config.with_vocabulary(corpus.tokenizer.vocab_size)
         split = corpus.split(config.data.val_fraction, config.model.block_size)
         val_tokens = split.val[: config.train.eval_tokens + 1] if config.train.eval_tokens else split.val
         say(
@@ -137,9 +135,10 @@ def run_steps(
     import torch
 
     from training.evaluate import next_token_loss
+    from training.metrics import progress_bar
+    from training.optimizer import learning_rate
     from training.parallel import gradient_sync
-    from training.progress import progress_bar, stop_requests
-    from training.schedule import learning_rate
+    from training.runtime import stop_requests
 
     runtime, optimizer, scaler = state.runtime, state.optimizer, state.scaler
     last_step, tokens_per_step = config.train.last_step, config.train.batch_size * config.model.block_size
@@ -213,62 +212,10 @@ def run_steps(
                 save("last.pt")
 
 
-def split_batch(config: Config, world_size: int) -> int:
-    """The micro-batch size of a process. ValueError, with the arithmetic, when the global batch does not divide."""
-    batch_size = config.train.batch_size
-    if batch_size % world_size:
-        raise ValueError(
-            f"train.batch_size {batch_size} / {world_size} processes = {batch_size / world_size:g}: not whole; "
-            f"try {batch_size - batch_size % world_size or world_size}"
-        )
-    share = batch_size // world_size
-    micro = config.train.micro_batch_size or share
-    if share % micro:
-        divisors = [n for n in range(1, share + 1) if share % n == 0]
-        raise ValueError(
-            f"train.batch_size {batch_size} / {world_size} process(es) / train.micro_batch_size {micro} = "
-            f"{share / micro:g} micro-steps: not whole; micro_batch_size could be {', '.join(map(str, divisors))}"
-        )
-    return micro
-
-
-def with_vocabulary(config: Config, n_tokens: int) -> Config:
-    """The configuration with the model's vocabulary filled in from the tokenizer's."""
-    vocab_size = config.model.vocab_size or n_tokens
-    if vocab_size < n_tokens:
-        raise ValueError(
-            f"model.vocab_size {vocab_size} is less than the tokenizer's {n_tokens}; 0 takes the tokenizer's"
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
-
-
-def restore(config: Config, state: "TrainState", corpus: "Corpus", say: Callable[[str], None]) -> Path:
-    """Continues from the run directory's checkpoint, as run.resume says; returns the directory, made ready."""
-    from training.checkpoint import load_for_resume, move_aside
-
-    directory, resume, runtime = Path(config.run.dir), config.run.resume, state.runtime
-    with runtime.main_first():
-        if resume == "never" and runtime.is_main and directory.exists():
-            say(f"moved the earlier {directory} to {move_aside(directory)}")
-    content = load_for_resume(directory, config, corpus.tokenizer)
-    if content is not None:
-        state.load(content)
-        say(f"resuming {directory} after step {state.step}")
-        if content["data_fingerprint"] != corpus.fingerprint:
-            say("note: the training text is not the one that this run began with")
-    elif resume == "must":
-        raise ValueError(f"run.resume is must, but {directory} holds no checkpoint; --run.resume auto would start one")
-    if runtime.is_main:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-        corpus.tokenizer.save(directory / "tokenizer.json")
-    return directory
-
-
 def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_tokens: "np.ndarray") -> None:
     """What a person wants to know of the run that has just ended, and where it lies."""
     from model.config import SamplingConfig
-    from training.metrics import flops_per_token, peak_flops, plot_losses
+    from training.metrics import hardware_use, plot_losses
     from training.text import generate_text, start_tokens
 
     directory, model = Path(config.run.dir), state.model.eval()
@@ -276,33 +223,22 @@ def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_toke
         print(f"stopped after step {state.step} of {config.train.max_steps}; the same command continues")
         return
     plot_losses(directory)
-    if state.seconds > 0:
-        speed = state.n_tokens / state.seconds
-        peak, source = peak_flops(state.runtime)
-        used = speed * flops_per_token(model.config, model.n_parameters()) / state.runtime.world_size / peak
-        print(
-            f"trained {state.n_tokens:,} tokens in {state.seconds:.1f} s of steps: {speed:,.0f} tokens/s, "
-            f"{used:.0%} of {peak / 1e12:.2f} TFLOP/s ({source})"
-        )
+    print(hardware_use(state))
     if config.log.sample_tokens:
         prompt = tokenizer.encode(config.log.sample_prompt, unknown="skip") or start_tokens(tokenizer)
+        sampling, n_tokens, seed = SamplingConfig(temperature=0.8), config.log.sample_tokens, config.run.seed
         steps = generate_text(
-            model,
-            tokenizer,
-            prompt,
-            n_samples=1,
-            max_new_tokens=config.log.sample_tokens,
-            sampling=SamplingConfig(temperature=0.8),
-            seed=config.run.seed,
+            model, tokenizer, prompt, n_samples=1, max_new_tokens=n_tokens, sampling=sampling, seed=seed
         )
         print("sample:", "".join(released[0] for _, released in steps), sep="\n")
     if config.probe.max_tokens:
         from probes.capture import capture
         from probes.draw import draw_heads
 
-        text_tokens = tokenizer.encode(config.probe.text, unknown="skip") or val_tokens.tolist()
         n_tokens = min(config.probe.max_tokens, config.model.block_size)
-        draw_heads(capture(model, text_tokens[:n_tokens]), directory / "attention.png")
+        tokens = tokenizer.encode(config.probe.text, unknown="skip")[:n_tokens] or val_tokens[:n_tokens].tolist()
+        token_bytes = [tokenizer.token_bytes(token) for token in tokens]
+        draw_heads(capture(model, tokens, token_bytes=token_bytes, step=state.step), directory / "attention.png")
     print(
         f"validation loss after step {state.step}: {state.val_loss:.4f} nats per token, "
         f"{state.val_bits_per_byte:.4f} bits per byte (best {state.best_val_loss:.4f})"

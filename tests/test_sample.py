@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model import GPT
 from sample import main
 from tests.tiny import TEXT, tiny_config
 from train import train
@@ -121,6 +122,14 @@ def test_with_and_without_cache_the_same_text_also_past_block_size(which, flags,
     cached, uncached = (sample_json(request.getfixturevalue(which), *flags, *more) for more in ((), ("--no-cache",)))
     assert cached == uncached
     assert all(len(made["tokens"]) == 50 for made in cached["samples"])
+
+
+@pytest.mark.parametrize(("flags", "is_used"), [((), True), (("--no-cache",), False)])
+def test_the_cache_is_used_unless_told_not_to(flags, is_used, run, sample, monkeypatch):
+    made, honest = [], GPT.new_cache
+    monkeypatch.setattr(GPT, "new_cache", lambda model: made.append(1) or honest(model))
+    sample(run, "--max-new-tokens", 3, *flags)
+    assert bool(made) is is_used
 
 
 def test_a_stop_ends_the_sample_before_it_though_it_spans_tokens(run, sample, sample_json):

@@ -15,7 +15,7 @@ from data.loader import BatchLoader
 from data.prepare import prepare
 from model import GPT
 from tests.tiny import TEXT, tiny_config, tiny_flags
-from train import NonFiniteLoss, main, split_batch, train, with_vocabulary
+from train import NonFiniteLoss, main, train
 from training.checkpoint import load_run
 from training.config import Config
 from training.evaluate import evaluate
@@ -114,7 +114,7 @@ def test_validation_and_logging_do_not_change_training(tmp_path):
 def first_gradient(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of the first step's whole batch at once, in float64."""
     corpus = prepare(config.data, show_progress=False)
-    config = with_vocabulary(config, corpus.tokenizer.vocab_size)
+    config = config.with_vocabulary(corpus.tokenizer.vocab_size)
     torch.manual_seed(config.run.seed)
     model = copy.deepcopy(GPT(config.model)).double()
     split = corpus.split(config.data.val_fraction, config.model.block_size)
@@ -154,25 +154,25 @@ def test_batches_that_do_not_divide_show_the_arithmetic():
         changed = dataclasses.replace(Config().train, batch_size=batch_size, micro_batch_size=micro_batch_size)
         return dataclasses.replace(Config(), train=changed)
 
-    assert split_batch(config(12), 1) == 12
-    assert split_batch(config(12), 3) == 4
-    assert split_batch(config(12, 2), 3) == 2
+    assert config(12).micro_batch_size(1) == 12
+    assert config(12).micro_batch_size(3) == 4
+    assert config(12, 2).micro_batch_size(3) == 2
     with pytest.raises(ValueError, match=r"train\.batch_size 12 / 5 processes = 2\.4: not whole; try 10"):
-        split_batch(config(12), 5)
+        config(12).micro_batch_size(5)
     with pytest.raises(ValueError, match=r"train\.batch_size 3 / 4 processes = 0\.75: not whole; try 4"):
-        split_batch(config(3), 4)
+        config(3).micro_batch_size(4)
     with pytest.raises(ValueError, match=r"12 / 2 process.* / train\.micro_batch_size 4 = 1\.5 .* 1, 2, 3, 6$"):
-        split_batch(config(12, 4), 2)
+        config(12, 4).micro_batch_size(2)
 
 
 def test_the_vocabulary_comes_from_the_tokenizer_or_is_padded():
     def config(vocab_size):
         return dataclasses.replace(Config(), model=dataclasses.replace(Config().model, vocab_size=vocab_size))
 
-    assert with_vocabulary(config(0), 18).model.vocab_size == 18
-    assert with_vocabulary(config(64), 18).model.vocab_size == 64
+    assert config(0).with_vocabulary(18).model.vocab_size == 18
+    assert config(64).with_vocabulary(18).model.vocab_size == 64
     with pytest.raises(ValueError, match=r"model\.vocab_size 17 is less than the tokenizer's 18"):
-        with_vocabulary(config(17), 18)
+        config(17).with_vocabulary(18)
 
 
 def test_a_single_character_trains_with_a_warning_and_without_nan(tmp_path, capsys):

@@ -13,17 +13,21 @@ import hashlib
 import os
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from data.tokenizer import Tokenizer
 from model import GPT
 from training.config import Config
+
+if TYPE_CHECKING:
+    from data.prepare import Corpus
+    from training.state import TrainState
 
 FORMAT = 1
 # What a resumed run may change of its model: nothing that the parameters depend on.
@@ -97,6 +101,9 @@ def load_for_resume(directory: Path, config: Config, tokenizer: Tokenizer) -> di
     if not any((directory / name).exists() for name in ("last.pt", "previous.pt")):
         return None
     path, content = _load_first(directory, ["last.pt", "previous.pt"])
+    if path.name == "previous.pt" and (directory / "last.pt").exists():
+        # The next save renames last.pt to previous.pt: a damaged file must not take the place of the good one.
+        os.replace(directory / "last.pt", directory / "damaged.pt")
     there = Config.from_dict(content["config"]).to_dict()["model"]
     here = config.to_dict()["model"]
     changed = [f"{key} {there[key]} -> {here[key]}" for key in there if there[key] != here[key]]
@@ -109,6 +116,27 @@ def load_for_resume(directory: Path, config: Config, tokenizer: Tokenizer) -> di
             f"Give the old values, another --run.dir, or --run.resume never"
         )
     return content
+
+
+def restore(config: Config, state: "TrainState", corpus: "Corpus", say: Callable[[str], None]) -> Path:
+    """Continues from the run directory's checkpoint, as run.resume says; returns the directory, made ready."""
+    directory, resume, runtime = Path(config.run.dir), config.run.resume, state.runtime
+    with runtime.main_first():
+        if resume == "never" and runtime.is_main and directory.exists():
+            say(f"moved the earlier {directory} to {move_aside(directory)}")
+    content = load_for_resume(directory, config, corpus.tokenizer)
+    if content is not None:
+        state.load(content)
+        say(f"resuming {directory} after step {state.step}")
+        if content["data_fingerprint"] != corpus.fingerprint:
+            say("note: the training text is not the one that this run began with")
+    elif resume == "must":
+        raise ValueError(f"run.resume is must, but {directory} holds no checkpoint; --run.resume auto would start one")
+    if runtime.is_main:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+        corpus.tokenizer.save(directory / "tokenizer.json")
+    return directory
 
 
 def move_aside(directory: Path) -> Path:

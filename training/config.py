@@ -163,6 +163,33 @@ class Config:
                 "Train with True; use a bidirectional GPT from Python"
             )
 
+    def micro_batch_size(self, world_size: int) -> int:
+        """Sequences that one process computes at once. ValueError, with the arithmetic, when they do not come out."""
+        batch_size = self.train.batch_size
+        if batch_size % world_size:
+            raise ValueError(
+                f"train.batch_size {batch_size} / {world_size} processes = {batch_size / world_size:g}: not whole; "
+                f"try {batch_size - batch_size % world_size or world_size}"
+            )
+        share = batch_size // world_size
+        micro = self.train.micro_batch_size or share
+        if share % micro:
+            divisors = [n for n in range(1, share + 1) if share % n == 0]
+            raise ValueError(
+                f"train.batch_size {batch_size} / {world_size} process(es) / train.micro_batch_size {micro} = "
+                f"{share / micro:g} micro-steps: not whole; micro_batch_size could be {', '.join(map(str, divisors))}"
+            )
+        return micro
+
+    def with_vocabulary(self, n_tokens: int) -> "Config":
+        """The configuration with the model's vocabulary filled in from the tokenizer's n_tokens."""
+        vocab_size = self.model.vocab_size or n_tokens
+        if vocab_size < n_tokens:
+            raise ValueError(
+                f"model.vocab_size {vocab_size} is less than the tokenizer's {n_tokens}; 0 takes the tokenizer's"
+            )
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=vocab_size))
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dict, as TOML files and checkpoints hold it."""
         return dataclasses.asdict(self)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from tqdm import tqdm
 
 from model import GPT, ModelConfig
 from model.block import Block
 from training.config import Config
 from training.runtime import Runtime
+from training.state import TrainState
 
 
 class MetricsLog:
@@ -91,6 +93,18 @@ def plot_losses(directory: Path) -> Path:
     return directory / "loss.png"
 
 
+def progress_bar(config: Config, state: TrainState) -> tqdm:
+    """Steps done, time left; on the main process only."""
+    return tqdm(
+        total=config.train.last_step,
+        initial=state.step,
+        desc="training",
+        unit="step",
+        dynamic_ncols=True,
+        disable=not (config.log.progress and state.runtime.is_main),
+    )
+
+
 def flops_per_token(config: ModelConfig, n_parameters: int) -> int:
     """Arithmetic of one trained token: 6 a parameter, and 12·C·T a layer for the scores and the weighted sum, without
     a discount for the causal half (Chowdhery et al. 2022, appendix B)."""
@@ -128,6 +142,20 @@ def peak_flops(runtime: Runtime) -> tuple[float, str]:
         (a @ a)[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best, f"measured, {runtime.dtype_name} {size}³ matrix product"
+
+
+def hardware_use(state: TrainState) -> str:
+    """A line on the speed of the run's steps and the share of the device's peak that it is (MFU)."""
+    if not state.seconds:
+        return "no steps were taken"
+    model, runtime = state.model, state.runtime
+    speed = state.n_tokens / state.seconds
+    peak, source = peak_flops(runtime)
+    used = speed * flops_per_token(model.config, model.n_parameters()) / runtime.world_size / peak
+    return (
+        f"trained {state.n_tokens:,} tokens in {state.seconds:.1f} s of steps: {speed:,.0f} tokens/s, "
+        f"{used:.0%} of {peak / 1e12:.2f} TFLOP/s ({source})"
+    )
 
 
 def _start_wandb(directory: Path, config: Config) -> Any:

@@ -1,15 +1,21 @@
-"""What the run stands on: device, number type, processes, seeds."""
+"""What the run stands on: device, number type, processes, seeds, signals."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from training.config import RunConfig
+
+if TYPE_CHECKING:
+    from training.state import TrainState
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,6 +102,26 @@ def seed_rank(config: RunConfig, runtime: Runtime) -> None:
     """Gives each process a random stream of its own, after the parameters were drawn alike on all."""
     if runtime.rank:
         torch.manual_seed(config.seed + runtime.rank)
+
+
+@contextmanager
+def stop_requests(state: "TrainState") -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the loop after the current step, with a checkpoint; a second one ends it at once."""
+
+    def request_stop(signal_number: int, _: FrameType | None) -> None:
+        state.stop_signal = signal_number
+        signal.signal(signal_number, before[signal.Signals(signal_number)])
+
+    try:
+        before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread, where Python delivers no signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def choose_device(name: str) -> torch.device:

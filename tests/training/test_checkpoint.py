@@ -31,8 +31,8 @@ def folder(trained, tmp_path):
     return tmp_path
 
 
-def resume(folder: Path, **changes):
-    config = tiny_config(folder, vocab_size=18, max_steps=6, **changes)
+def resume(folder: Path):
+    config = tiny_config(folder, vocab_size=18, max_steps=6)
     return load_for_resume(folder / "run", config, CharTokenizer(_characters(folder)))
 
 
@@ -117,10 +117,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(damage, folde
     assert notice.startswith(f"{last} is damaged (")
     assert notice.endswith("taking previous.pt of step 3\n")
     assert notice.count("\n") == 1
+    # The next save makes last.pt the previous one: the damaged file must not take the place of the good one.
+    assert not last.exists()
+    assert (folder / "run" / "damaged.pt").exists()
     assert load_run(folder / "run", "last").step == 3
 
     capsys.readouterr()
-    damage(previous, previous.read_bytes())
+    whole = previous.read_bytes()
+    last.write_bytes(whole)
+    for file in (last, previous):
+        damage(file, whole)
     assert main(tiny_flags(folder, max_steps=6)) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1
@@ -148,11 +154,12 @@ def test_no_flipped_bit_goes_unnoticed(folder):
     last = folder / "run" / "last.pt"
     (folder / "run" / "previous.pt").unlink()
     content, whole = last.read_bytes(), resume(folder)
+    config, tokenizer = tiny_config(folder, vocab_size=18), CharTokenizer(_characters(folder))
     generator, n_caught = np.random.default_rng(0), 0
     for at in generator.integers(0, len(content), 60):
         last.write_bytes(content[:at] + bytes([content[at] ^ 1 << generator.integers(8)]) + content[at + 1 :])
         try:
-            got = resume(folder)
+            got = load_for_resume(folder / "run", config, tokenizer)
         except ValueError as error:
             assert "last.pt is damaged" in str(error)  # noqa: PT017
             n_caught += 1

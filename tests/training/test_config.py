@@ -252,7 +252,7 @@ sys.exit(code)
         ("train", ["configs/quick.toml", "--help"], 0, "runs/quick"),
         ("train", ["--train.max_step", "3"], 2, "train.py: Unrecognized options: --train.max_step"),
         ("train", ["nowhere.toml"], 2, "train.py: nowhere.toml: cannot be read"),
-        ("train", ["--train.max_steps", "0"], 2, "train.py: train: train.max_steps is 0"),
+        ("train", ["--train.max_steps", "0"], 2, "train.py: train.max_steps is 0"),
         ("sample", ["--help"], 0, "--max-new-tokens"),
         ("sample", ["runs/a", "--n-sample", "3"], 2, "sample.py: Unrecognized options: --n-sample"),
         ("sample", ["runs/a", "--top-p", "2"], 2, "top-p is 2"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.config import OptimizerConfig
-from training.schedule import learning_rate
+from training.optimizer import learning_rate
 
 
 def rates(steps, max_steps=12, **options):

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check clean
+.PHONY: train test check bench clean
 
 # `make train ARGS="--run.dir runs/mine --data.source 'books/*.txt'"` passes flags on.
 train: .venv/installed
@@ -15,6 +15,10 @@ check: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Time and memory of every attention path, in about three minutes; ARGS="-o attention.png" draws them too.
+bench: .venv/installed
+	$(BIN)/python benchmarks/attention.py $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,30 +1,35 @@
 """Time and memory of every attention path as the sequence doubles:  python benchmarks/attention.py -o attention.png
 
-Each path is first compared with `reference` (one that is no softmax with its own explicit weights); a wrong one is
-named and nothing is reported. Every number is measured in a process of its own, so that memory is its own.
+Each path is first compared with `reference` (a path that is no softmax with its own explicit weights); a wrong one is
+named and nothing is reported.
 """
 
 import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # a script finds its own folder there, not the repository
 from benchmarks.process import in_own_process, memory_bytes  # noqa: E402
 from benchmarks.report import draw, fit, print_tables  # noqa: E402
 from model.attention import available, build, path_class  # noqa: E402
+from model.attention.mask import MaskRule  # noqa: E402
+from model.attention.path import AttentionPath  # noqa: E402
 from training.cli import exit_on_user_error, parse  # noqa: E402
 
-if TYPE_CHECKING:
-    from model.attention.path import AttentionPath
-
 DIRECTIONS = ("forward", "forward+backward")
+RULE = MaskRule()
 LIMITS = {"cpu": 1e-9, "cuda": 3e-2}  # of the error against float64: there in float64 too, here in bfloat16
 
 
@@ -48,7 +53,7 @@ class Benchmark:
     """Threads on cpu. One is what other work on the machine disturbs least."""
     repeat_seconds: float = 0.5
     """Each measurement is repeated for so long; its fastest run counts."""
-    limit_seconds: float = 8.0
+    limit_seconds: float = 12.0
     """A measurement is left out when the size before foretells a longer run (four times its time)."""
     limit_gigabytes: float = 4.0
     """The same for memory."""
@@ -58,73 +63,65 @@ class Benchmark:
     """Plot to write: *.png, *.svg or *.pdf."""
 
 
-def new_path(options: Benchmark, name: str) -> "AttentionPath":
+def new_path(options: Benchmark, name: str) -> AttentionPath:
     return build(name, window=options.window) if name == "window" else build(name)
 
 
-def run(path: "AttentionPath", options: Benchmark, n_tokens: int, dtype: Any, backward: bool) -> tuple[Any, list[Any]]:
-    """A function that runs the path once on new inputs q, k, v, and these."""
-    import torch
-
-    from model.attention.mask import MaskRule
-
-    generator = torch.Generator().manual_seed(0)
+def new_inputs(options: Benchmark, n_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and what the gradient of the output shall be."""
     shape = (1, options.heads, n_tokens, options.head_dim)
-    inputs = [torch.randn(shape, generator=generator).to(options.device, dtype) for _ in range(3)]
-    inputs = [x.requires_grad_(backward) for x in inputs]
+    return [torch.randn(shape).to(options.device, dtype) for _ in range(4)]
 
-    def once() -> list[Any]:
-        out = path(*inputs, rule=MaskRule())
-        results = [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))] if backward else [out]
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        return results
 
-    return once, inputs
+def run(attend: Callable[..., Tensor], inputs: Sequence[Tensor], backward: bool) -> list[Tensor]:
+    """The output, and with `backward` the gradients of q, k and v."""
+    *qkv, pull = inputs
+    qkv = [x.detach().requires_grad_(backward) for x in qkv]
+    out = attend(*qkv)
+    return [out.detach(), *torch.autograd.grad(out, qkv, pull)] if backward else [out]
 
 
 def error_of(options: Benchmark, name: str) -> float:
     """Largest difference of output and gradients from the explicit form in float64, relative to its largest number."""
-    import torch
-
-    from model.attention.mask import MaskRule
-
     path, backward = new_path(options, name), f"backward_{options.device}" in path_class(name).supports
-    n_tokens = 2 * options.window + 44  # past the window, and no multiple of a tile
-    once, inputs = run(path, options, n_tokens, torch.float64 if options.device == "cpu" else torch.bfloat16, backward)
-    q, k, v = exact = [x.detach().double().requires_grad_(backward) for x in inputs]
     oracle = build("reference") if "log_sum_exp" in path.supports else path
-    out = oracle.weights(q, k, rule=path.rule_for(MaskRule())) @ v
-    wanted = [out, *torch.autograd.grad(out, exact, torch.ones_like(out))] if backward else [out]
-    pairs = zip(once(), wanted, strict=True)
-    return max(float(((got.double() - right).abs().max() / right.abs().max()).detach()) for got, right in pairs)
+
+    def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return oracle.weights(q, k, rule=path.rule_for(RULE)) @ v
+
+    n_tokens = 2 * options.window + 44  # past the window, and no multiple of a tile
+    inputs = new_inputs(options, n_tokens, torch.float64 if options.device == "cpu" else torch.bfloat16)
+    wanted = run(explicit, [x.double() for x in inputs], backward)
+    pairs = zip(run(partial(path, rule=RULE), inputs, backward), wanted, strict=True)
+    return max(float((got.double() - right).abs().max() / right.abs().max()) for got, right in pairs)
 
 
 def measure(options: Benchmark, name: str, n_tokens: int, backward: bool) -> tuple[float, int]:
     """(seconds, bytes beyond the inputs) of one run; the first run tells the memory, the fastest of all the time."""
-    import torch
-
     torch.set_num_threads(options.threads)
-    path, dtype = new_path(options, name), torch.float32 if options.device == "cpu" else torch.bfloat16
-    run(path, options, min(512, n_tokens), dtype, backward)[0]()  # libraries load, kernels compile
-    once, _ = run(path, options, n_tokens, dtype, backward)
+    attend = partial(new_path(options, name), rule=RULE)
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    run(attend, new_inputs(options, min(512, n_tokens), dtype), backward)  # libraries load
+    inputs = new_inputs(options, n_tokens, dtype)
     if options.device == "cuda":
-        once()  # compiles for this size
+        run(attend, inputs, backward)  # kernels compile for this size
         torch.cuda.reset_peak_memory_stats()
     before = memory_bytes(options.device, "VmRSS")
     seconds, end, n_bytes = float("inf"), time.perf_counter() + options.repeat_seconds, 0
     while seconds == float("inf") or time.perf_counter() < end:
         start = time.perf_counter()
-        once()
+        run(attend, inputs, backward)
+        if options.device == "cuda":
+            torch.cuda.synchronize()
         seconds = min(seconds, time.perf_counter() - start)
         n_bytes = n_bytes or max(1, memory_bytes(options.device, "VmHWM") - before)
     return seconds, n_bytes
 
 
-def why_not(options: Benchmark, name: str, backward: bool, n_tokens: int, row: dict[str, Any]) -> str:
+def why_not(options: Benchmark, row: dict[str, Any], n_tokens: int) -> str:
     """Why a measurement is left out; empty when it is not. Twice the tokens take at most four times as much."""
     word = f"backward_{options.device}"
-    if backward and word not in path_class(name).supports:
+    if row["direction"] == DIRECTIONS[1] and word not in path_class(row["path"]).supports:
         return f"the path has no {word}"
     if row["n"] and 4 * row["seconds"][-1] > options.limit_seconds:
         return f"n = {n_tokens} may take over {options.limit_seconds:g} s"
@@ -135,23 +132,19 @@ def why_not(options: Benchmark, name: str, backward: bool, n_tokens: int, row: d
 
 def measure_all(options: Benchmark, names: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each path and direction, with the sizes that were measured and why no larger ones were."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"path": name, "direction": direction, "n": [], "seconds": [], "bytes": [], "skipped": ""}
         for name, direction in itertools.product(names, DIRECTIONS)
     ]
-    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console, columns = Console(stderr=True), (TextColumn("{task.description:40}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(rows) * sum(options.sizes))
         for n_tokens, row in itertools.product(options.sizes, rows):
-            name, backward = row["path"], row["direction"] == DIRECTIONS[1]
-            progress.update(task, description=f"{name} {row['direction']}, n = {n_tokens}")
-            row["skipped"] = row["skipped"] or why_not(options, name, backward, n_tokens, row)
+            progress.update(task, description=f"{row['path']} {row['direction']}, n = {n_tokens}")
+            row["skipped"] = row["skipped"] or why_not(options, row, n_tokens)
             if not row["skipped"]:
                 try:
-                    result = in_own_process(measure, options, name, n_tokens, backward)
+                    result = in_own_process(measure, options, row["path"], n_tokens, row["direction"] == DIRECTIONS[1])
                     for field, value in zip(("n", "seconds", "bytes"), (n_tokens, *result), strict=True):
                         row[field].append(value)
                 except MemoryError as error:
@@ -168,6 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--sizes are {options.sizes}; they must be ascending and at least 1")
     if options.output and not options.output.endswith((".png", ".svg", ".pdf")):
         raise ValueError(f"-o {options.output} must end in .png, .svg or .pdf")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA on this machine")
     for name in names:
         error, limit = error_of(options, name), LIMITS[options.device]
         if not error <= limit:
@@ -175,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
 
     rows = [fit(row) for row in measure_all(options, names)]
-    about = {name: getattr(options, name) for name in ("device", "threads", "heads", "head_dim", "window")}
+    about = {word: getattr(options, word) for word in ("device", "threads", "heads", "head_dim", "window")}
     if options.json:
         print(json.dumps(about | {"rows": rows}))
     else:

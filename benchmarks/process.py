@@ -11,7 +11,9 @@ from typing import Any, Literal
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments), as a new process computes it. MemoryError when the system killed that process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # imported once; every new process begins with it
+    context.set_forkserver_preload(
+        ["torch", "tyro", "rich.progress"]
+    )  # slow to import; new processes have them at once
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(function, *arguments).result()

@@ -23,24 +23,35 @@ def fit(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_tables(rows: Sequence[dict[str, Any]], sizes: Sequence[int], about: str) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     for field, (title, unit, scale) in FIELDS.items():
-        table = Table("path", "direction", title=f"{title} in {unit} ({about})")
-        for n_tokens in sizes:
-            table.add_column(f"n = {n_tokens}", justify="right")
-        table.add_column("grows as", justify="right")
+        console.print(f"{title} in {unit} by number of tokens n")
+        table = Table("path", "", box=box.SIMPLE)
+        for title in (*map(str, sizes), "grows as"):
+            table.add_column(title, justify="right")
         for row in rows:
             values = dict(zip(row["n"], row[field], strict=True))
-            cells = [f"{values[n] / scale:.4g}" if n in values else "–" for n in sizes]
+            cells = [_three_digits(values[n] / scale) if n in values else "–" for n in sizes]
             power = row[f"{field}_exponent"]
-            table.add_row(row["path"], row["direction"], *cells, "–" if power is None else f"n^{power:.2f}")
+            table.add_row(
+                row["path"] if row["direction"] == "forward" else "",
+                row["direction"].replace("forward+", "+ "),
+                *cells,
+                "–" if power is None else f"n^{power:.2f}",
+            )
         console.print(table)
     for row in rows:
         if row["skipped"]:
             console.print(f"{row['path']}, {row['direction']}: {row['skipped']}", highlight=False)
+    console.print(about, highlight=False)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:#.3g}"
 
 
 def draw(rows: Sequence[dict[str, Any]], file: str) -> None:

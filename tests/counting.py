@@ -12,7 +12,9 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        storages = [leaf.untyped_storage().nbytes() // leaf.itemsize for leaf in tree_leaves(out) if torch.is_tensor(leaf)]
+        storages = [
+            leaf.untyped_storage().nbytes() // leaf.itemsize for leaf in tree_leaves(out) if torch.is_tensor(leaf)
+        ]
         self.n_elements = max([self.n_elements, *storages])
         return out
 

@@ -91,7 +91,7 @@ def test_a_setting_that_one_of_the_layers_lacks_is_refused_when_the_model_is_bui
 
 @pytest.mark.parametrize("attention", ["linear", "flash", "linear,flash"])
 def test_a_window_that_no_layer_follows_is_refused_when_the_model_is_built(attention):
-    with pytest.raises(ValueError, match="does not support window; paths that do: .*window"):
+    with pytest.raises(ValueError, match=r"does not support window; paths that do: .*window"):
         GPT(ModelConfig(attention=attention, window=4, vocab_size=5))
 
 

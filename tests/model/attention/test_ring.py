@@ -104,7 +104,7 @@ def test_a_ring_of_one(name):
 def test_each_process_has_as_many_tokens_and_as_many_causal_pairs(world_size):
     """Chunks r and 2W - 1 - r: position p has p + 1 pairs, so chunks from both ends have the same in sum."""
     parts = [[p for run in ring_positions(N_TOKENS, rank, world_size) for p in run] for rank in range(world_size)]
-    assert sorted(sum(parts, [])) == list(range(N_TOKENS))
+    assert sorted(p for part in parts for p in part) == list(range(N_TOKENS))
     assert all(part == sorted(part) for part in parts)
     assert {len(part) for part in parts} == {N_TOKENS // world_size}
     assert {sum(p + 1 for p in part) for part in parts} == {N_TOKENS * (N_TOKENS + 1) // 2 // world_size}

@@ -50,5 +50,5 @@ def test_impossible_windows_are_refused():
     with pytest.raises(ValueError, match="n_global is -1"):
         build("window", n_global=-1)
     q = torch.randn(1, 1, 3, 4)
-    with pytest.raises(ValueError, match="'window' does not support bidirectional; paths that do: .*tiled"):
+    with pytest.raises(ValueError, match=r"'window' does not support bidirectional; paths that do: .*tiled"):
         build("window")(q, q, q, rule=MaskRule(causal=False))

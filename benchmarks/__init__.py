@@ -1,0 +1,1 @@
+"""Speed and memory, one question a script; nothing is reported on a wrong result."""

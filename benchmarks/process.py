@@ -11,9 +11,7 @@ from typing import Any, Literal
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments), as a new process computes it. MemoryError when the system killed that process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "tyro", "rich.progress"]
-    )  # slow to import; new processes have them at once
+    context.set_forkserver_preload(["torch", "tyro", "rich.progress"])  # slow to import; a new process has them
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(function, *arguments).result()

@@ -4,14 +4,18 @@ states the exact form that is tested. The numbers follow the chapter; the sectio
 import itertools
 import math
 
+import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, ModelConfig
 from model.attention import build
 from model.attention.mask import MaskRule
+from model.attention.ring import ring_positions
 from model.block import MLP, Block
 from model.multihead import MultiHeadAttention
+from tests.counting import largest_tensor
 
 SEES_ALL = MaskRule(causal=False)
 
@@ -361,6 +365,47 @@ def test_claim_15_a_window_meets_n_times_w_pairs():
     assert MaskRule().allowed(places, places).sum() == 512 * 513 // 2
     for w in (1, 16, 64):
         assert MaskRule(window=w).allowed(places, places).sum() == 512 * w - w * (w - 1) // 2
+
+
+def test_claim_15_memory_of_the_ways_out_grows_with_n():
+    """The largest tensor of forward and backward, for twice the tokens: four times the numbers in the explicit form,
+    twice in the others (window and linear hold some for each block of tokens)."""
+    window, factors = MaskRule(window=16), {}
+    for name, options in {"reference": {}, "flash": {}, "tiled": {"block": 32}, "window": {}, "linear": {}}.items():
+        rule = window if name == "window" else MaskRule()
+        small, large = (largest_tensor(build(name, **options), n, rule, dim=16) for n in (512, 1024))
+        factors[name] = large / small
+    assert factors.pop("reference") == 4
+    assert all(1.9 < factor < 2.1 for factor in factors.values()), factors
+
+
+def test_claim_15_a_window_and_a_state_make_time_linear():
+    """Multiplications of forward and backward for twice the tokens; those of the window double with w too."""
+
+    def n_flops(path, n, rule):
+        q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
+        with (
+            FlopCounterMode(display=False) as counter,
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # the fused one hides its products
+            path(q, k, v, rule=rule).sum().backward()
+        return counter.get_total_flops()
+
+    for path, rule in ((build("window"), MaskRule(window=16)), (build("linear"), MaskRule())):
+        assert n_flops(path, 1024, rule) / n_flops(path, 512, rule) == pytest.approx(2, rel=0.02)
+    narrow, wide = (n_flops(build("window"), 1024, MaskRule(window=w)) for w in (8, 16))
+    assert wide / narrow == pytest.approx(2, rel=0.02)
+    explicit = (n_flops(build("reference"), n, MaskRule()) for n in (1024, 512))
+    assert next(explicit) / next(explicit) == 4
+
+
+def test_claim_15_a_ring_divides_the_sequence():
+    """Each of W processes holds n/W tokens and computes 1/W of the causal pairs. (On real ones: test_ring.py.)"""
+    for world_size in (2, 4, 8):
+        for rank in range(world_size):
+            positions = [p for run in ring_positions(1024, rank, world_size) for p in run]
+            assert len(positions) == 1024 // world_size
+            assert sum(p + 1 for p in positions) == 1024 * 1025 // 2 // world_size
 
 
 def test_claim_16_heads_can_be_previous_token_long_distance_and_uniform():

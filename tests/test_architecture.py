@@ -36,7 +36,6 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
     "model/attention": (12, "the folder is the registry: a file for each path, and for what paths share"),
     "model/attention/_triton.py": (260, "three kernels walk over the same tiles, and read best beside each other"),
     "tests/model/attention": (14, "a file for each path, as in the folder that it mirrors"),
-    "model/attention/_triton.py": (240, "three kernels and what they share are one algorithm, read in one place"),
     "tests/model/attention/test_contract.py": (
         570,
         "the contract's checks and the broken paths that each must catch are read side by side",

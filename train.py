@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from data.tokenizer import Tokenizer
     from training.evaluate import Evaluation
+    from training.parallel import Share
     from training.state import TrainState
 
 
@@ -42,20 +43,21 @@ def train(config: Config) -> "TrainState":
     """Trains up to config.train.last_step, from the run directory's checkpoint if there is one; returns the state
     reached. ValueError for what the user can mend; NonFiniteLoss."""
     # Here and not above, so that --help and mistakes in the configuration answer without torch.
-    from data.loader import BatchLoader
     from data.prepare import prepare
     from model import GPT
     from training.checkpoint import restore, save_checkpoint
     from training.evaluate import evaluate
     from training.metrics import MetricsLog, attention_kernel
     from training.optimizer import build_optimizer, build_scaler
-    from training.parallel import compile_model, wrap
+    from training.parallel import build_loader, check_trains, compile_model, share_of, wrap
     from training.runtime import running, seed_rank
     from training.state import TrainState
 
     with running(config.run) as runtime:
         say: Callable[[str], None] = print if runtime.is_main else lambda _: None
-        micro_batch_size = config.micro_batch_size(runtime.world_size)
+        share = share_of(config.model, runtime)
+        config.micro_batch_size(share.world_size)  # refuses a batch that does not divide
+        check_trains(config.model, runtime.device)
 
         # Data
         with runtime.main_first():
@@ -74,15 +76,7 @@ def train(config: Config) -> "TrainState":
         state = TrainState(
             model=model,
             optimizer=build_optimizer(model, config.optimizer),
-            loader=BatchLoader(
-                split.train,
-                block_size=config.model.block_size,
-                batch_size=config.train.batch_size,
-                order=config.data.order,
-                seed=config.run.seed,
-                rank=runtime.rank,
-                world_size=runtime.world_size,
-            ),
+            loader=build_loader(config, split.train, share),
             scaler=build_scaler(runtime),
             runtime=runtime,
         )
@@ -101,6 +95,7 @@ def train(config: Config) -> "TrainState":
             block_size=config.model.block_size,
             n_bytes=corpus.tokenizer.n_bytes(val_tokens[1:]),
             runtime=runtime,
+            share=share,
         )
 
         def save(name: str) -> None:
@@ -114,19 +109,19 @@ def train(config: Config) -> "TrainState":
                 save_checkpoint(directory, name, content)
 
         with MetricsLog(directory, config, resumed_step=state.step, enabled=runtime.is_main) as log:
-            run_steps(config, state, wrap(compiled, runtime), micro_batch_size, validate, save, log.write)
+            run_steps(config, state, wrap(compiled, runtime), share, validate, save, log.write)
 
-        # Close
-        if runtime.is_main:
-            report(config, state, corpus.tokenizer, val_tokens)
-        return state
+    # Close, outside the process group: what follows is the main process's alone
+    if runtime.is_main:
+        report(config, state, corpus.tokenizer, val_tokens)
+    return state
 
 
 def run_steps(
     config: Config,
     state: "TrainState",
     forward: "nn.Module",
-    micro_batch_size: int,
+    share: "Share",
     validate: "Callable[[], Evaluation]",
     save: Callable[[str], None],
     log: Callable[[dict[str, Any]], None],
@@ -134,13 +129,14 @@ def run_steps(
     """THE loop: batch, micro-steps, clip, step, log, evaluate, save."""
     import torch
 
-    from training.evaluate import next_token_loss
+    from model.gpt import next_token_loss
     from training.metrics import progress_bar
     from training.optimizer import learning_rate
     from training.parallel import gradient_sync
     from training.runtime import stop_requests
 
     runtime, optimizer, scaler = state.runtime, state.optimizer, state.scaler
+    micro_batch_size = config.micro_batch_size(share.world_size)
     last_step, tokens_per_step = config.train.last_step, config.train.batch_size * config.model.block_size
     logged_tokens, logged_seconds = state.n_tokens, state.seconds
     with stop_requests(state), progress_bar(config, state) as bar:
@@ -152,14 +148,15 @@ def run_steps(
                 group["lr"] = learning_rate(step, config.train.max_steps, config.optimizer)
 
             # The gradient of the mean loss over the global batch, a micro-batch at a time
-            inputs, targets = state.loader.next_batch()  # (B, T) each: this process's share
+            batch = (part.to(runtime.device) for part in state.loader.next_batch())
+            inputs, targets, positions = share.take(*batch)  # (B, T) each, and the positions of the T
             micro_batches = list(zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True))
             local_loss = torch.zeros((), device=runtime.device)
             for i, (x, y) in enumerate(micro_batches):
                 with gradient_sync(forward, is_last_micro_step=i == len(micro_batches) - 1):
                     with runtime.autocast():
-                        logits = forward(x.to(runtime.device))
-                    loss = next_token_loss(logits, y.to(runtime.device)) / len(micro_batches)
+                        logits = forward(x, positions=positions)
+                    loss = next_token_loss(logits, y) / len(micro_batches)
                     scaler.scale(loss).backward()
                 local_loss += loss.detach()
 

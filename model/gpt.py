@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from model.attention import build, path_class, require
 from model.block import Block
@@ -11,6 +12,8 @@ from model.cache import DecodingCache
 from model.config import ModelConfig
 from model.norm import build_norm
 from model.position import sinusoidal
+
+IGNORED = -100  # a target that no loss counts
 
 
 class GPT(nn.Module):
@@ -81,6 +84,11 @@ class GPT(nn.Module):
     def n_parameters(self) -> int:
         """Number of parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats over the targets that are not IGNORED: logits (B, T, V), targets (B, T) -> ()."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def _initialise(module: nn.Module) -> None:

@@ -15,6 +15,8 @@ import torch
 from tests.tiny import finish, start, tiny_config, tiny_flags
 from train import main, train
 from training.metrics import read_metrics
+from training.parallel import share_of
+from training.runtime import Runtime
 
 CLOCK = {"seconds", "tokens_per_second"}
 
@@ -283,3 +285,26 @@ def test_a_refusal_leaves_an_earlier_run_where_it_is(resume_, folder, capsys):
         assert main(tiny_flags(folder, resume=resume_, **changes)) == 2
     assert capsys.readouterr().err.count("\n") == 3
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_ring_of_two_gives_the_losses_and_parameters_of_one(tmp_path):
+    """The sequence divided among processes; 22 targets a window of validation text are padded to divide by four."""
+    changes = {"attention": "ring", "position": "rope", "n_kv_head": 1, "max_steps": 10, "eval_tokens": 86}
+    train(tiny_config(tmp_path, "one", **changes | {"attention": "reference"}))
+    results = _two_processes(
+        tiny_flags(tmp_path, "ring", block_size=18, **changes),
+        tiny_flags(tmp_path, "ring", stop_at=5, **changes),
+        tiny_flags(tmp_path, "ring", **changes),
+    )
+    assert results[1][1] == "code 2\ncode 0\ncode 0\n"
+    assert "block_size 18 / (2 · 2 processes) = 4.5: a ring needs a whole number; try 20" in results[0][2]
+    for got, expected in zip(rows(tmp_path / "ring"), rows(tmp_path / "one"), strict=True):
+        assert got == pytest.approx(expected, rel=1e-4)
+    for p, q in zip(last(tmp_path / "ring")["model"].values(), last(tmp_path / "one")["model"].values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_a_ring_takes_all_layers_or_none(tmp_path):
+    runtime = Runtime(torch.device("cpu"), torch.float32, rank=0, world_size=2)
+    with pytest.raises(ValueError, match=r"model\.attention ring,flash under 2 processes: .* use ring for all layers"):
+        share_of(tiny_config(tmp_path, attention="ring,flash").model, runtime)

@@ -246,7 +246,7 @@ def test_an_update_that_overflows_is_not_saved(tmp_path, capsys):
 
 def poison(monkeypatch, step, spoil):
     """The loss of `step` comes out spoilt, in the second of its micro-batches."""
-    module, calls = importlib.import_module("training.evaluate"), 0
+    module, calls = importlib.import_module("model.gpt"), 0
     honest = module.next_token_loss
 
     def next_token_loss(logits, targets):

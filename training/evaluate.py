@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from model.gpt import IGNORED, next_token_loss
+from training.parallel import ALONE, Share
 from training.runtime import Runtime
 
 _TOKENS_AT_ONCE = 16_384
@@ -23,13 +24,10 @@ class Evaluation:
     bits_per_byte: float
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats: logits (B, T, V), targets (B, T) -> ()."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 @torch.no_grad()
-def evaluate(model: nn.Module, tokens: np.ndarray, *, block_size: int, n_bytes: int, runtime: Runtime) -> Evaluation:
+def evaluate(
+    model: nn.Module, tokens: np.ndarray, *, block_size: int, n_bytes: int, runtime: Runtime, share: Share = ALONE
+) -> Evaluation:
     """Mean loss over all targets tokens[1:], in consecutive windows of block_size that each start afresh.
 
     n_bytes: length of the text of tokens[1:]. Draws no random numbers, so training is the same with and without it.
@@ -38,10 +36,13 @@ def evaluate(model: nn.Module, tokens: np.ndarray, *, block_size: int, n_bytes: 
     model.eval()
     nats = 0.0
     for i, (inputs, targets) in enumerate(_windows(tokens, block_size)):
-        if i % runtime.world_size == runtime.rank:
-            with runtime.autocast():
-                logits = model(inputs.to(runtime.device))
-            nats += next_token_loss(logits, targets.to(runtime.device)).item() * targets.numel()
+        if i % share.world_size != share.rank:
+            continue
+        x, y, positions = share.take(inputs.to(runtime.device), targets.to(runtime.device))
+        with runtime.autocast():
+            logits = model(x, positions=positions)
+        if n_counted := int((y != IGNORED).sum()):
+            nats += next_token_loss(logits, y).item() * n_counted
     model.train(was_training)
     (nats,) = runtime.sum(nats)
     return Evaluation(loss=nats / (len(tokens) - 1), bits_per_byte=nats / math.log(2) / n_bytes)

@@ -1,17 +1,92 @@
-"""One model over several processes, and its compilation."""
+"""One model over several processes: what each computes, how gradients meet; and its compilation."""
 
 import contextlib
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from model import GPT
-from training.evaluate import next_token_loss
+from data.loader import BatchLoader
+from model import GPT, ModelConfig
+from model.attention import build, require
+from model.attention.ring import ring_positions
+from model.gpt import IGNORED, next_token_loss
+from training.config import Config
 from training.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process computes of each batch (B, T): process `rank` of `world_size` takes some of the sequences, or,
+    as process ring_rank of a ring of ring_size, some of the positions of every sequence."""
+
+    rank: int = 0
+    world_size: int = 1
+    ring_rank: int = 0
+    ring_size: int = 1
+
+    def take(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """inputs and targets (B, T) -> this process's positions of them, and which those are; None: all of them.
+
+        A sequence that does not divide among the ring is padded with targets that no loss counts.
+        """
+        if self.ring_size == 1:
+            return inputs, targets, None
+        n_padding = -inputs.shape[1] % (2 * self.ring_size)
+        inputs, targets = F.pad(inputs, (0, n_padding)), F.pad(targets, (0, n_padding), value=IGNORED)
+        runs = ring_positions(inputs.shape[1], self.ring_rank, self.ring_size)
+        positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+        return inputs[:, positions], targets[:, positions], positions.to(inputs.device)
+
+
+ALONE = Share()
+
+
+def share_of(config: ModelConfig, runtime: Runtime) -> Share:
+    """A model on the path ring divides the sequence among all processes, any other the batch.
+
+    ValueError when only some layers are on the ring, or when the sequence does not divide.
+    """
+    if "ring" not in config.paths or runtime.world_size == 1:
+        return Share(rank=runtime.rank, world_size=runtime.world_size)
+    if set(config.paths) != {"ring"}:
+        raise ValueError(
+            f"model.attention {config.attention} under {runtime.world_size} processes: the other layers would see only "
+            f"a part of the sequence; use ring for all layers, or one process"
+        )
+    if config.block_size % (2 * runtime.world_size):
+        raise ValueError(
+            f"model.block_size {config.block_size} / (2 · {runtime.world_size} processes) = "
+            f"{config.block_size / (2 * runtime.world_size):g}: a ring needs a whole number; "
+            f"try {-(-config.block_size // (2 * runtime.world_size)) * 2 * runtime.world_size}"
+        )
+    return Share(ring_rank=runtime.rank, ring_size=runtime.world_size)
+
+
+def check_trains(config: ModelConfig, device: torch.device) -> None:
+    """ValueError when a layer's path has no backward pass on this device; names the paths that do."""
+    for name in config.paths:
+        if device.type in ("cpu", "cuda"):
+            require(build(name), {f"backward_{device.type}"})
+
+
+def build_loader(config: Config, tokens: np.ndarray, share: Share) -> BatchLoader:
+    """The sequences that this process takes of each global batch."""
+    return BatchLoader(
+        tokens,
+        block_size=config.model.block_size,
+        batch_size=config.train.batch_size,
+        order=config.data.order,
+        seed=config.run.seed,
+        rank=share.rank,
+        world_size=share.world_size,
+    )
 
 
 def wrap(model: nn.Module, runtime: Runtime) -> nn.Module:

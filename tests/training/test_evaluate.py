@@ -9,7 +9,8 @@ from torch import nn
 
 import training.evaluate
 from model import GPT, ModelConfig
-from training.evaluate import evaluate, next_token_loss
+from model.gpt import next_token_loss
+from training.evaluate import evaluate
 from training.runtime import Runtime
 
 FLOAT32 = Runtime(torch.device("cpu"), torch.float32)
@@ -50,7 +51,7 @@ def test_loss_and_bits_per_byte_against_a_sum_by_hand(model, monkeypatch, n_targ
 
 def test_a_uniform_guess_costs_the_logarithm_of_the_vocabulary():
     class Uniform(nn.Module):
-        def forward(self, tokens):
+        def forward(self, tokens, positions):  # noqa: ARG002
             return torch.zeros(*tokens.shape, 32)
 
     got = evaluate(Uniform(), np.zeros(22, np.uint16), block_size=4, n_bytes=21, runtime=FLOAT32)

@@ -4,84 +4,15 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
+from probes.commands import Capture, Check, Command, Map, OnText
 from training.cli import exit_on_user_error, parse
 
 if TYPE_CHECKING:
     from probes.record import AttentionRecord
     from training.checkpoint import Run
-
-# A required positional would hide what tyro says about a mistyped flag; an empty one is refused in main.
-Source = Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
-Output = Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
-
-
-@dataclass(frozen=True)
-class _Model:
-    checkpoint: Literal["best", "last"] = "best"
-    """The parameters of the lowest validation loss, or the newest."""
-    device: str = "cpu"
-    """cpu, cuda, cuda:N, mps or auto."""
-    json: bool = False
-    """Print one JSON object instead of text."""
-
-
-@dataclass(frozen=True)
-class _Text(_Model):
-    text: str = ""
-    """Text to look at."""
-    file: str = ""
-    """File whose text is looked at (UTF-8)."""
-    unknown: Literal["error", "skip"] = "error"
-    """What to do with characters that the model has never seen."""
-
-    def __post_init__(self) -> None:
-        if self.text and self.file:
-            raise ValueError("give --text or --file, not both")
-
-
-@dataclass(frozen=True)
-class Capture(_Text):
-    """Runs a model once on a text and keeps what every attention map follows from: q, k and each row's log-sum-exp."""
-
-    source: tyro.conf.Positional[Source] = ""
-    """Run directory."""
-    output: Output = ""
-    """The record to write, *.safetensors."""
-    layers: str = "all"
-    """Which layers to keep, such as 0,1."""
-    values: bool = False
-    """Keep the values v too."""
-
-
-@dataclass(frozen=True)
-class Map(_Text):
-    """Draws attention: rows are queries, columns keys. Without -o in the terminal."""
-
-    source: tyro.conf.Positional[Source] = ""
-    """A record, or a run directory with --text or --file."""
-    layer: str = "all"
-    """Number of the layer, several such as 0,1, or all."""
-    head: str = "all"
-    """Number of the head, several, or all. More than one make a grid of thumbnails named layer.head."""
-    output: Output = ""
-    """Picture (*.png, *.svg) or, for one head, table (*.csv) to write."""
-
-
-@dataclass(frozen=True)
-class Check(_Model):
-    """Measures whether a model keeps its promises: causality, mask, scale, cached decoding. Exit code 1 if not."""
-
-    source: tyro.conf.Positional[Source] = ""
-    """Run directory."""
-
-
-Command: Any = Capture | Map | Check
 
 
 @exit_on_user_error
@@ -137,8 +68,8 @@ def run_map(command: Map) -> int:
 
     from rich.console import Console
 
-    from probes.draw import draw_head, draw_heads, write_csv
-    from probes.terminal import print_head, print_heads
+    from probes.pictures.draw import draw_head, draw_heads, write_csv
+    from probes.pictures.terminal import print_head, print_heads
 
     if command.output and not is_one_head:
         draw_heads(record, command.output, layers=layers, heads=heads)
@@ -161,7 +92,7 @@ def run_check(command: Check) -> int:
     from rich.console import Console
 
     from probes.check import check
-    from probes.terminal import print_checks
+    from probes.pictures.terminal import print_checks
 
     run = _load(command)
     n_valid, n_tokens = run.tokenizer.vocab_size, min(run.config.model.block_size, 256)
@@ -215,7 +146,7 @@ def _tokens(run: "Run", text: str, unknown: Literal["error", "skip"]) -> list[in
     return tokens
 
 
-def _read_text(command: _Text) -> str:
+def _read_text(command: OnText) -> str:
     text = command.text
     try:
         if command.file:

@@ -230,7 +230,7 @@ def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_toke
         print("sample:", "".join(released[0] for _, released in steps), sep="\n")
     if config.probe.max_tokens:
         from probes.capture import capture
-        from probes.draw import draw_heads
+        from probes.pictures.draw import draw_heads
 
         n_tokens = min(config.probe.max_tokens, config.model.block_size)
         tokens = tokenizer.encode(config.probe.text, unknown="skip")[:n_tokens] or val_tokens[:n_tokens].tolist()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import probe
+import probes.commands
 import sample
 from training.cli import parse
 from training.config import parse_arguments
@@ -63,7 +63,7 @@ def test_commands_are_understood(page, monkeypatch):
         if script == "train.py":
             parse_arguments(arguments, script)
         else:
-            parse({"sample.py": sample.Arguments, "probe.py": probe.Command}[script], arguments, script)
+            parse({"sample.py": sample.Arguments, "probe.py": probes.commands.Command}[script], arguments, script)
 
 
 def test_the_account_of_attention_names_every_claim():

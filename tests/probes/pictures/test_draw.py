@@ -13,8 +13,8 @@ from rich.console import Console
 
 from model import GPT, ModelConfig
 from probes.capture import capture
-from probes.draw import FORBIDDEN, draw_head, draw_heads, write_csv
-from probes.terminal import print_head, print_heads
+from probes.pictures.draw import FORBIDDEN, draw_head, draw_heads, write_csv
+from probes.pictures.terminal import print_head, print_heads
 
 torch.set_num_threads(1)
 HOSTILE = [b"=1+1", b'say "x", y', b"\n", b"\0", b"</script>", "苹".encode(), "苹".encode()[:2], b"$x$", "😀".encode()]

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from probes.draw import FORBIDDEN, HUE, provenance
-from probes.labels import escape_unencodable, fit, labels
 from probes.path_check import CheckResult
+from probes.pictures.draw import FORBIDDEN, HUE, provenance
+from probes.pictures.labels import escape_unencodable, fit, labels
 from probes.record import AttentionRecord
 
 _INDEX_WIDTH = 7  # "131071 "

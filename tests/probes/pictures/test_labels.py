@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from probes.labels import distinct, escape_missing, escape_unencodable, fit, fonts_for, label, labels
+from probes.pictures.labels import distinct, escape_missing, escape_unencodable, fit, fonts_for, label, labels
 
 
 @pytest.mark.parametrize(

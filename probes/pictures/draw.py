@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probes.labels import distinct, escape_missing, fonts_for, labels
+from probes.pictures.labels import distinct, escape_missing, fonts_for, labels
 from probes.record import AttentionRecord, replacing
 
 if TYPE_CHECKING:

@@ -62,13 +62,15 @@ def capture(
     info = _describe(model, ids, token_bytes, step, checkpoint_hash)
     kept: dict[str, Tensor] = {}
     infos: list[LayerInfo] = []
+    dtypes: list[str] = []
 
     def see(call: LayerCall) -> None:
-        lse = call.path.log_sum_exp(call.q, call.k, rule=call.rule).float()
-        parts = {"q": call.q, "k": call.k, "lse": lse, "v": call.v}
+        q, k, lse = call.path.factors(call.q, call.k, rule=call.rule)
+        parts = {"q": q, "k": k, "lse": lse.float(), "v": call.v}
         tensors = {f"layers.{call.layer}.{name}": part[0].cpu().contiguous() for name, part in parts.items()}
         infos.append(_layer_info(call))
-        here = replace(info, layers=(infos[-1],), dtype=str(call.q.dtype).removeprefix("torch."))
+        dtypes.append(str(call.q.dtype).removeprefix("torch."))
+        here = replace(info, layers=(infos[-1],), dtype=dtypes[-1])
         _verify(AttentionRecord(here, tensors), call.layer, call.out[0].cpu())
         if not values:
             del tensors[f"layers.{call.layer}.v"]
@@ -82,18 +84,18 @@ def capture(
             model(ids)
     finally:
         model.train(was_training)
-    kept_dtype = str(kept[f"layers.{chosen[0]}.q"].dtype).removeprefix("torch.")
-    return AttentionRecord(replace(info, layers=tuple(infos), dtype=kept_dtype), kept)
+    return AttentionRecord(replace(info, layers=tuple(infos), dtype=dtypes[0]), kept)
 
 
 @contextmanager
-def watching(model: GPT, layers: Iterable[int], see: Callable[[LayerCall], None]) -> Iterator[None]:
-    """While it lasts, `see` gets every call of the attention paths of these layers, after the call."""
+def watching(model: GPT, layers: Iterable[int], see: Callable[[LayerCall], Tensor | None]) -> Iterator[None]:
+    """While it lasts, `see` gets every call of the attention paths of these layers, after the call. A tensor that it
+    returns takes the place of the output."""
 
     def hook_for(layer: int) -> Any:
-        def hook(path: AttentionPath, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        def hook(path: AttentionPath, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
             q, k, v = args
-            see(LayerCall(layer, path, kwargs["rule"], q, k, v, out))
+            return see(LayerCall(layer, path, kwargs["rule"], q, k, v, out))
 
         return hook
 
@@ -114,7 +116,8 @@ def estimate(
     """Bytes of the record of a text, before anything runs. n_layers: how many layers are kept; None is all."""
     n_layers = config.n_layer if n_layers is None else n_layers
     heads = config.n_head + config.kv_heads * (2 if values else 1)  # q, k and v
-    row = heads * config.head_dim * getattr(torch, dtype).itemsize + config.n_head * 4  # and lse
+    itemsize = 4 if "linear" in config.paths else getattr(torch, dtype).itemsize  # feature maps are never narrower
+    row = heads * config.head_dim * itemsize + config.n_head * 4  # and lse
     return n_layers * (n_tokens * row + 1024) + n_tokens * 32 + 4096  # names and token texts
 
 
@@ -204,14 +207,13 @@ def _describe(
 
 def _layer_info(call: LayerCall) -> LayerInfo:
     path, q = call.path, call.q
-    if "log_sum_exp" not in path.supports:
-        raise ValueError(f"attention path {path.name!r} has no log-sum-exp; a record needs one")
     slopes = tuple(alibi_slopes(q.shape[1], torch.float32, q.device).tolist()) if path.alibi else None
     followed = path.rule_for(call.rule)
     if followed.documents is not None:
         followed = replace(followed, documents=followed.documents.cpu())
     kernel = path.kernel(q, call.k, call.v, rule=call.rule)
-    return LayerInfo(call.layer, path.name, kernel, float(path.scale_for(q)), followed, float(path.softcap), slopes)
+    scale, softcap = float(path.scale_for(q)), float(path.softcap)
+    return LayerInfo(call.layer, path.name, kernel, scale, followed, softcap, slopes, path.kind)
 
 
 def _verify(record: AttentionRecord, layer: int, out: Tensor) -> None:

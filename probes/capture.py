@@ -70,8 +70,7 @@ def capture(
         tensors = {f"layers.{call.layer}.{name}": part[0].cpu().contiguous() for name, part in parts.items()}
         infos.append(_layer_info(call))
         dtypes.append(str(call.q.dtype).removeprefix("torch."))
-        here = replace(info, layers=(infos[-1],), dtype=dtypes[-1])
-        _verify(AttentionRecord(here, tensors), call.layer, call.out[0].cpu())
+        _verify(AttentionRecord(replace(info, layers=(infos[-1],), dtype=dtypes[-1]), tensors), call)
         if not values:
             del tensors[f"layers.{call.layer}.v"]
         kept.update(tensors)
@@ -216,11 +215,12 @@ def _layer_info(call: LayerCall) -> LayerInfo:
     return LayerInfo(call.layer, path.name, kernel, scale, followed, softcap, slopes, path.kind)
 
 
-def _verify(record: AttentionRecord, layer: int, out: Tensor) -> None:
+def _verify(record: AttentionRecord, call: LayerCall) -> None:
     """ValueError unless every row sums to one (row_blocks sees to it) and weights @ v is the kernel's output.
 
     The second catches a forward pass that disagrees with its own log-sum-exp: a record of a map nobody used.
     """
+    layer, out = call.layer, call.out[0].cpu()  # (H, T, D)
     values = record.tensor(layer, "v").float()  # (G, T, D)
     # The fused kernels round weights and output to the dtype of v: two roundings of at most one unit each.
     limit = max(1e-4, 2 * torch.finfo(out.dtype).eps) * max(1.0, float(values.abs().max()))
@@ -233,5 +233,5 @@ def _verify(record: AttentionRecord, layer: int, out: Tensor) -> None:
                 raise ValueError(
                     f"layer {layer} head {head} row {rows.start + row}: the recorded weights give an output that is "
                     f"{float(deviation[row]):.1e} from the kernel's (limit {limit:.1e}); forward and log_sum_exp of "
-                    f"path {record.layer_info(layer).path!r} disagree"
+                    f"path {call.path.name!r} disagree"
                 )

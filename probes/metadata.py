@@ -19,7 +19,11 @@ _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """How one layer turned q and k into weights: all that `exp(score - lse)` needs besides the tensors."""
+    """How one layer turned q and k into weights: all that a weight needs besides the tensors.
+
+    kind softmax: exp(score(q, k) - lse). kind linear: q and k hold the feature maps φ(q) and φ(k), lse the logarithm
+    of the sum of their products, and a weight is φ(q)·φ(k)·exp(-lse).
+    """
 
     index: int
     path: str
@@ -28,6 +32,7 @@ class LayerInfo:
     rule: MaskRule
     softcap: float = 0.0
     alibi_slopes: tuple[float, ...] | None = None
+    kind: str = "softmax"
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ def from_json(text: str) -> RecordInfo:
         layers.append(LayerInfo(**layer, rule=MaskRule(**rule), alibi_slopes=slopes))
     if not layers or not all(type(layer.index) is int and layer.scale * 0 == 0 for layer in layers):
         raise ValueError("no usable layers")
+    if unknown := {layer.kind for layer in layers} - {"softmax", "linear"}:
+        raise ValueError(f"a layer of kind {min(unknown)}; this program reads softmax and linear")
     token_bytes = tuple(bytes.fromhex(part) for part in fields.pop("token_bytes"))
     ids, texts = tuple(map(int, fields.pop("token_ids"))), tuple(map(str, fields.pop("token_texts")))
     return RecordInfo(**fields, token_ids=ids, token_texts=texts, token_bytes=token_bytes, layers=tuple(layers))
@@ -98,8 +105,10 @@ def check_tensors(file: Any, info: RecordInfo) -> None:
         fits = n_q == n_k == n and dim == dim_k and n_kv_head > 0 and n_head > 0 and n_head % n_kv_head == 0
         if not fits or lse.get_shape() != [n_head, n]:
             raise ValueError(f"{key}: q {q.get_shape()}, k {k.get_shape()}, lse {lse.get_shape()} for {n} tokens")
-        if _DTYPES.get(q.get_dtype()) != info.dtype or k.get_dtype() != q.get_dtype() or lse.get_dtype() != "F32":
-            raise ValueError(f"{key}: dtypes {q.get_dtype()}, {k.get_dtype()}, {lse.get_dtype()}; not {info.dtype}")
+        # Feature maps are computed in at least float32, whatever the model runs in.
+        expected = "float32" if layer.kind == "linear" and info.dtype in ("bfloat16", "float16") else info.dtype
+        if _DTYPES.get(q.get_dtype()) != expected or k.get_dtype() != q.get_dtype() or lse.get_dtype() != "F32":
+            raise ValueError(f"{key}: dtypes {q.get_dtype()}, {k.get_dtype()}, {lse.get_dtype()}; not {expected}")
         if layer.alibi_slopes is not None and len(layer.alibi_slopes) != n_head:
             raise ValueError(f"{key}: {len(layer.alibi_slopes)} ALiBi slopes for {n_head} heads")
         if layer.rule.documents is not None and layer.rule.documents.shape != (1, n):

@@ -2,6 +2,9 @@
 
     A[i, j] = exp(score(q_i, k_j) - lse_i)    where the mask rule allows (i, j), else exactly 0
 
+Linear paths have no softmax: q and k are then the feature maps φ(q) and φ(k), lse is the logarithm of the row's
+normaliser, and A[i, j] = φ(q_i)·φ(k_j)·exp(-lse_i).
+
 An n×n map of one head at n = 131,072 is 34 GB in bfloat16; q, k and lse are 34 MB. So no map is ever stored.
 Every flash-attention backward pass recomputes its maps the same way (Dao et al. 2022, section 3.1).
 """
@@ -10,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -73,22 +76,23 @@ class AttentionRecord:
 
         rows and columns are slices of positions with step 1. ValueError for a layer or head that is not there.
         """
-        info = self.layer_info(layer)
         self.check((layer,), (head,))
         rows, columns = self._positions(rows), self._positions(columns)
-        group = head // (self.n_head // self.n_kv_head)
         q = self.tensor(layer, "q", (head, rows))  # (rows, D)
-        k = self.tensor(layer, "k", (group, columns))  # (columns, D)
-        lse = self.tensor(layer, "lse", (head, rows))  # (rows,)
+        k = self.tensor(layer, "k", (self._group(head), columns))  # (columns, D)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        scores = q.to(dtype) @ k.to(dtype).T * info.scale
-        if info.softcap > 0:
-            scores = info.softcap * torch.tanh(scores / info.softcap)
-        i, j = torch.arange(rows.start, rows.stop), torch.arange(columns.start, columns.stop)
-        if info.alibi_slopes is not None:
-            scores = scores - info.alibi_slopes[head] * (i[:, None] - j[None, :]).abs()
-        weights = torch.exp(scores - lse[:, None])
-        return weights.masked_fill(~allowed_pairs(info.rule, i, j), 0.0).float()
+        i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(columns.start, columns.stop)[None, :]
+        lse = self.tensor(layer, "lse", (head, rows))[:, None]
+        return _weigh(self.layer_info(layer), head, q.to(dtype) @ k.to(dtype).T, lse, i, j)
+
+    def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:
+        """The weight of each pair (rows[p], columns[p]), (P,) float32: one dot product each."""
+        self.check((layer,), (head,))
+        q, k = self.tensor(layer, "q", (head,)), self.tensor(layer, "k", (self._group(head),))  # (T, D)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        products = (q[rows].to(dtype) * k[columns].to(dtype)).sum(-1)
+        lse = self.tensor(layer, "lse", (head,))[rows]
+        return _weigh(self.layer_info(layer), head, products, lse, rows, columns)
 
     def row(self, layer: int, head: int, i: int) -> Tensor:
         """Weights of query i on all keys, (T,) float32. ValueError when they do not sum to one."""
@@ -125,22 +129,26 @@ class AttentionRecord:
             self._check_sums(layer, head, start, weights)
             yield rows, weights
 
-    def pooled(self, layer: int, head: int, n_cells: int) -> Tensor:
-        """The map shrunk to at most n_cells × n_cells by taking the largest weight under each cell, so that single
-        bright weights stay visible. float32; NaN where the mask forbids every pair of a cell. O(T·rows) memory."""
-        rule, n = self.layer_info(layer).rule, self.n_tokens
-        stride = -(-n // n_cells)
-        columns, cells, carry = torch.arange(n), [], torch.empty(0, n)
+    def pooled(self, layer: int, head: int, n_cells: int, how: Literal["max", "mean"] = "max") -> Tensor:
+        """The map shrunk to at most n_cells × n_cells: of each cell the largest weight, so that single bright weights
+        stay visible, or the mean over its allowed pairs. float32; NaN where the mask forbids every pair of a cell."""
+        rule, stride = self.layer_info(layer).rule, -(-self.n_tokens // n_cells)
+        n_cells = -(-self.n_tokens // stride)
+        columns = torch.arange(self.n_tokens)
+        pooled, counts = torch.zeros(n_cells, n_cells), torch.zeros(n_cells, n_cells)
         for rows, weights in self.row_blocks(layer, head):
-            weights = weights.masked_fill(~allowed_pairs(rule, torch.arange(rows.start, rows.stop), columns), -1.0)
-            carry = torch.cat((carry, weights))
-            whole = len(carry) if rows.stop == n else len(carry) // stride * stride
-            if whole:
-                pool = F.max_pool2d(carry[None, None, :whole], stride, ceil_mode=True)
-                cells.append(pool[0, 0])
-                carry = carry[whole:]
-        pooled = torch.cat(cells)
-        return pooled.masked_fill(pooled < 0, float("nan"))
+            i = torch.arange(rows.start, rows.stop)
+            allowed = allowed_pairs(rule, i, columns).float()
+            padding = (0, n_cells * stride - self.n_tokens)
+            weights, allowed = (F.pad(x, padding).unflatten(1, (n_cells, stride)) for x in (weights, allowed))
+            cells = (i // stride)[:, None].expand(-1, n_cells)
+            counts.scatter_add_(0, cells, allowed.sum(-1))
+            if how == "max":
+                pooled.scatter_reduce_(0, cells, weights.amax(-1), "amax")
+            else:
+                pooled.scatter_add_(0, cells, weights.sum(-1))
+        pooled = pooled if how == "max" else pooled / counts
+        return pooled.masked_fill(counts == 0, float("nan"))
 
     def save(self, path: Path | str) -> None:
         """Writes one safetensors file, beside and renamed: `path` is never half a record. ValueError when it fails."""
@@ -177,6 +185,10 @@ class AttentionRecord:
             return tuple(self._tensors[key].shape)
         return tuple(self._tensors.get_slice(key).get_shape())
 
+    def _group(self, head: int) -> int:
+        """The key-value head that serves this head."""
+        return head // (self.n_head // self.n_kv_head)
+
     def _positions(self, positions: slice) -> slice:
         start, stop, step = positions.indices(self.n_tokens)
         if step != 1:
@@ -195,20 +207,39 @@ class AttentionRecord:
 
 
 def allowed_pairs(rule: MaskRule, rows: Tensor, columns: Tensor) -> Tensor:
-    """(R, C) booleans: may query rows[r] see key columns[c]?
+    """(R, C) booleans: may query rows[r] see key columns[c]?"""
+    return _allowed(rule, rows[:, None], columns[None, :])
+
+
+def _allowed(rule: MaskRule, i: Tensor, j: Tensor) -> Tensor:
+    """May query i see key j? Positions of any two shapes that broadcast.
 
     MaskRule.allowed says the same. It is written a second time on purpose: the models' paths use that one, and an
     error there must not be on both sides of a comparison.
     """
-    distance = rows[:, None] - columns[None, :]  # (R, C), negative in the future
+    distance = i - j  # negative in the future
     allowed = distance >= 0 if rule.causal else torch.ones_like(distance, dtype=torch.bool)
     if rule.window is not None:
-        has_global = (rows[:, None] < rule.n_global) | (columns[None, :] < rule.n_global)
+        has_global = (i < rule.n_global) | (j < rule.n_global)
         allowed = allowed & ((distance > -rule.window) & (distance < rule.window) | has_global)
     if rule.documents is not None:
         documents = rule.documents[0]  # (S,): a record holds one text
-        allowed = allowed & (documents[rows][:, None] == documents[columns][None, :])
+        allowed = allowed & (documents[i] == documents[j])
     return allowed
+
+
+def _weigh(info: LayerInfo, head: int, products: Tensor, lse: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Weights, float32, from the products q_i·k_j and the log-sum-exp of row i."""
+    if info.kind == "linear":
+        weights = products * torch.exp(-lse)
+    else:
+        scores = products * info.scale
+        if info.softcap > 0:
+            scores = info.softcap * torch.tanh(scores / info.softcap)
+        if info.alibi_slopes is not None:
+            scores = scores - info.alibi_slopes[head] * (i - j).abs()
+        weights = torch.exp(scores - lse)
+    return weights.masked_fill(~_allowed(info.rule, i, j), 0.0).float()
 
 
 @contextmanager

@@ -182,6 +182,8 @@ def test_public_names():
         "forward",
         "weights",
         "log_sum_exp",
+        "kind",
+        "factors",
         "scores",
         "scale_for",
         "kernel",

@@ -31,6 +31,7 @@ class LinearAttention(AttentionPath):
     """
 
     supports = frozenset({"bidirectional", "cache", "backward_cpu", "backward_cuda"})
+    kind = "linear"
 
     def __init__(self, *, feature_map: str = "elu", chunk: int = 64, **options: Any) -> None:
         super().__init__(**options)
@@ -73,6 +74,15 @@ class LinearAttention(AttentionPath):
 
     def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:  # noqa: ARG002
         raise ValueError("linear attention is no softmax: it has no log-sum-exp")
+
+    def factors(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:
+        """φ(q), φ(k) and ln z, in at least float32."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q_features, k_features = self.feature_map(q.to(dtype)), self.feature_map(k.to(dtype))
+        wide = dtype if q.device.type == "mps" else torch.float64  # a long sum would be rounded at every step
+        totals = k_features.cumsum(2, dtype=wide) if rule.causal else k_features.sum(2, keepdim=True, dtype=wide)
+        totals = repeat_groups(totals[:, :, -q.shape[2] :], q.shape[1])  # (B, H, T or 1, D)
+        return q_features, k_features, (q_features.to(wide) * totals).sum(-1).log().to(dtype)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         """q (B, H, T, D), features k and values v (B, G, T, D) after what `state` sums up -> out and the new state."""

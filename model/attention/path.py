@@ -25,6 +25,7 @@ class AttentionPath(nn.Module):
     """
 
     supports: ClassVar[frozenset[str]] = frozenset()
+    kind: ClassVar[str] = "softmax"  # or linear: how `factors` make a weight
 
     def __init__(
         self, *, scale: float | None = None, softcap: float = 0.0, alibi: bool = False, dropout: float = 0.0
@@ -82,6 +83,11 @@ class AttentionPath(nn.Module):
         rule = self.rule_for(rule)
         blocks = zip(q.split(_ROWS, dim=2), query_positions(q, k).split(_ROWS), strict=True)
         return torch.cat([self.scores(part, k, rule=rule, rows=rows).logsumexp(-1) for part, rows in blocks], dim=-1)
+
+    def factors(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:
+        """What a weight follows from, in O(T) memory: a for the queries, b for the keys, and z (B, H, T), the natural
+        logarithm of each row's normaliser. kind softmax: exp(score(a_i, b_j) - z_i); linear: a_i·b_j·exp(-z_i)."""
+        return q, k, self.log_sum_exp(q, k, rule=rule)
 
     def scores(self, q: Tensor, k: Tensor, *, rule: MaskRule, rows: Tensor) -> Tensor:
         """What the softmax is taken of, (B, H, T, S) in at least float32: -inf where `rule` forbids the pair.

@@ -52,7 +52,7 @@ def all_heads(layer):
 
 
 def by_hand(call, removed):
-    """Weights (B, H, T, T) and output (B, H, T, D) in float64: the row's softmax once more, with -inf also on the removed pairs (T, T)."""
+    """Weights (B, H, T, T) and output (B, H, T, D) in float64, with -inf on the removed pairs (T, T) too."""
     q, k, v = (part.double() for part in (call.q, call.k, call.v))
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     n = q.shape[2]

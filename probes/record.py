@@ -45,6 +45,11 @@ class AttentionRecord:
         self.n_kv_head = self._shape(f"{first}.k")[0]
 
     @property
+    def has_values(self) -> bool:
+        """Whether v was kept."""
+        return f"layers.{self.layers[0]}.v" in self._tensors.keys()  # noqa: SIM118 - an open file is no mapping
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The numbers of the captured layers, ascending."""
         return tuple(sorted(self._layers))
@@ -63,6 +68,10 @@ class AttentionRecord:
             if not 0 <= head < self.n_head:
                 raise ValueError(f"head {head} does not exist; choose {choices(range(self.n_head))}")
 
+    def group(self, head: int) -> int:
+        """The key-value head that serves this head."""
+        return head // (self.n_head // self.n_kv_head)
+
     def tensor(self, layer: int, name: str, index: Any = slice(None)) -> Tensor:
         """`q`, `k`, `lse` or `v` of a layer, or the part that `index` asks for; only that part is read from a file."""
         self.layer_info(layer)
@@ -79,7 +88,7 @@ class AttentionRecord:
         self.check((layer,), (head,))
         rows, columns = self._positions(rows), self._positions(columns)
         q = self.tensor(layer, "q", (head, rows))  # (rows, D)
-        k = self.tensor(layer, "k", (self._group(head), columns))  # (columns, D)
+        k = self.tensor(layer, "k", (self.group(head), columns))  # (columns, D)
         dtype = torch.promote_types(q.dtype, torch.float32)
         i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(columns.start, columns.stop)[None, :]
         lse = self.tensor(layer, "lse", (head, rows))[:, None]
@@ -88,7 +97,7 @@ class AttentionRecord:
     def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:
         """The weight of each pair (rows[p], columns[p]), (P,) float32: one dot product each."""
         self.check((layer,), (head,))
-        q, k = self.tensor(layer, "q", (head,)), self.tensor(layer, "k", (self._group(head),))  # (T, D)
+        q, k = self.tensor(layer, "q", (head,)), self.tensor(layer, "k", (self.group(head),))  # (T, D)
         dtype = torch.promote_types(q.dtype, torch.float32)
         products = (q[rows].to(dtype) * k[columns].to(dtype)).sum(-1)
         lse = self.tensor(layer, "lse", (head,))[rows]
@@ -152,8 +161,9 @@ class AttentionRecord:
 
     def save(self, path: Path | str) -> None:
         """Writes one safetensors file, beside and renamed: `path` is never half a record. ValueError when it fails."""
-        names = [f"layers.{layer}.{part}" for layer in self.layers for part in ("q", "k", "lse", "v")]
-        tensors = {name: self._tensors[name].contiguous() for name in names if name in self._tensors}
+        parts = ("q", "k", "lse", "v") if self.has_values else ("q", "k", "lse")
+        names = [(layer, part) for layer in self.layers for part in parts]
+        tensors = {f"layers.{layer}.{part}": self.tensor(layer, part).contiguous() for layer, part in names}
         with replacing(Path(path)) as beside:
             save_file(tensors, beside, metadata={METADATA_KEY: to_json(self.info)})
 
@@ -184,10 +194,6 @@ class AttentionRecord:
         if isinstance(self._tensors, Mapping):
             return tuple(self._tensors[key].shape)
         return tuple(self._tensors.get_slice(key).get_shape())
-
-    def _group(self, head: int) -> int:
-        """The key-value head that serves this head."""
-        return head // (self.n_head // self.n_kv_head)
 
     def _positions(self, positions: slice) -> slice:
         start, stop, step = positions.indices(self.n_tokens)

@@ -1,0 +1,165 @@
+"""Statistics of attention maps that are never stored: each is one walk over blocks of rows, in O(T·rows) memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model import GPT
+from probes.record import AttentionRecord, allowed_pairs
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Of each row i of one head's map A, all (T,) float32.
+
+    entropy     -Σ_j A[i, j] ln A[i, j], nats (Clark et al. 2019).
+    reference   the entropy of a uniform row: ln of the number of keys that i may see; ln(i + 1) under a causal mask.
+    distance    Σ_j A[i, j]·|i - j|.
+    sink        Σ of A[i, j] over the first keys.
+    confidence  max_j A[i, j] (Voita et al. 2019).
+    offset      i - argmax_j A[i, j].
+    """
+
+    entropy: Tensor
+    reference: Tensor
+    distance: Tensor
+    sink: Tensor
+    confidence: Tensor
+    offset: Tensor
+
+    def summary(self) -> dict[str, float]:
+        """Means over rows; `entropy_share` is mean entropy / mean reference, NaN when every row sees one key."""
+        entropy, reference = float(self.entropy.mean()), float(self.reference.mean())
+        # A row that sees one key has its largest weight there whatever the head does; still it counts (Voita et al.).
+        offsets, counts = self.offset.unique(return_counts=True)
+        return {
+            "entropy": entropy,
+            "entropy_share": entropy / reference if reference > 0 else math.nan,
+            "distance": float(self.distance.mean()),
+            "sink": float(self.sink.mean()),
+            "confidence": float(self.confidence.mean()),
+            "positional": float(counts.max()) / len(self.offset),
+            "offset": int(offsets[counts.argmax()]),
+        }
+
+
+def statistics(record: AttentionRecord, layer: int, head: int, *, n_sink: int = 1) -> RowStatistics:
+    """One pass. What is linear in the row is a column of V in weights @ V: the position, the first `n_sink` keys, and,
+    for the entropy H_i = lse_i - Σ_j A[i, j]·score[i, j] = lse_i - scale·q_i·(A K)_i, the keys themselves."""
+    info, n = record.layer_info(layer), record.n_tokens
+    places = torch.arange(n, dtype=torch.float32)
+    has_plain_scores = info.kind == "softmax" and info.softcap == 0
+    columns = [(places < n_sink).float()[:, None]]  # each (T, columns)
+    if has_plain_scores:
+        columns.append(record.tensor(layer, "k", (record.group(head),)).float())
+    if info.rule.causal:
+        columns.append(places[:, None] / n)
+    values = torch.cat(columns, dim=1)
+    parts: list[list[Tensor]] = []
+    for rows, weights in record.row_blocks(layer, head):
+        i, within = places[rows], weights[:, : rows.stop] if info.rule.causal else weights
+        sums = within @ values[: within.shape[1]]  # (rows, columns)
+        distance = i - n * sums[:, -1] if info.rule.causal else _mean_distance(i, weights)
+        if has_plain_scores:
+            q = record.tensor(layer, "q", (head, rows)).float()
+            score = info.scale * (q * sums[:, 1 : 1 + record.head_dim]).sum(-1)
+            if info.alibi_slopes is not None:
+                score = score - info.alibi_slopes[head] * distance
+            entropy = record.tensor(layer, "lse", (head, rows)).float() - score
+        else:
+            entropy = torch.special.entr(within).sum(-1)
+        confidence, argmax = within.max(-1)
+        reference = _n_allowed(record, layer, rows).log()
+        offset = torch.arange(rows.start, rows.stop) - argmax
+        parts.append([entropy.clamp_min(0), reference, distance.clamp_min(0), sums[:, 0], confidence, offset])
+    return RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def top_keys(record: AttentionRecord, layer: int, head: int, i: int, k: int) -> list[tuple[int, float]]:
+    """The k keys that query i looks at most, heaviest first, as (position, weight); fewer when it may see fewer."""
+    if k < 1:
+        raise ValueError(f"the top {k} keys; at least 1 can be asked for")
+    weights = record.row(layer, head, i)
+    rule = record.layer_info(layer).rule
+    places = allowed_pairs(rule, torch.tensor([i]), torch.arange(record.n_tokens))[0].nonzero().flatten()
+    heaviest, order = weights[places].topk(min(k, len(places)))
+    return list(zip(places[order].tolist(), heaviest.tolist(), strict=True))
+
+
+def received(record: AttentionRecord, layer: int, head: int) -> tuple[Tensor, Tensor]:
+    """The attention that each key receives: the mean of A[:, j] over the queries that may see j, (T,) float32 (Zhang et
+    al. 2023), and the number of those queries."""
+    sums = torch.zeros(record.n_tokens, dtype=torch.float64)
+    counts = torch.zeros(record.n_tokens, dtype=torch.float64)
+    columns = torch.arange(record.n_tokens)
+    for rows, weights in record.row_blocks(layer, head):
+        sums += weights.sum(0)
+        counts += allowed_pairs(record.layer_info(layer).rule, torch.arange(rows.start, rows.stop), columns).sum(0)
+    return (sums / counts).float(), counts.long()
+
+
+def map_difference(a: AttentionRecord, b: AttentionRecord, layer: int, head: int) -> float:
+    """Mean over rows of the share of attention that lies elsewhere, ½ Σ_j |A[i, j] - B[i, j]|: 0 is the same map, 1 is
+    no key in common."""
+    if a.n_tokens != b.n_tokens:
+        raise ValueError(f"maps of {a.n_tokens} and {b.n_tokens} tokens have no difference")
+    blocks = zip(a.row_blocks(layer, head), b.row_blocks(layer, head), strict=True)
+    return sum(float((x - y).abs().sum()) / 2 for (_, x), (_, y) in blocks) / a.n_tokens
+
+
+def rollout(record: AttentionRecord, rows: Sequence[int], *, model: GPT | None = None) -> Tensor:
+    """How much of each input token reaches the chosen rows through all layers, (rows, T) float32; sums to one.
+
+    Abnar & Zuidema 2020: the product over layers of (Ā + I)/2, Ā the mean over heads, I the residual. From the last
+    layer down it is a product with a few rows only, so no map is held: O(rows·T) memory.
+
+    With `model` the weights of each head are first multiplied by the norm of what they carry, ‖W_O v_j‖ (Kobayashi et
+    al. 2020), and the rows of the heads' sum scaled to one; the record then needs values. That sum of norms ignores
+    that heads can cancel. ValueError when the record lacks layers before its last, or values.
+    """
+    if record.layers != tuple(range(len(record.layers))):
+        raise ValueError(f"a rollout goes through all layers; this record has {record.layers}")
+    if not all(0 <= i < record.n_tokens for i in rows):
+        raise ValueError(f"rows {list(rows)}: the text has {record.n_tokens} tokens")
+    flow = torch.zeros(len(rows), record.n_tokens)
+    flow[torch.arange(len(rows)), torch.tensor(list(rows), dtype=torch.int64)] = 1.0
+    for layer in reversed(record.layers):
+        norms = None if model is None else value_norms(record, model, layer)  # (H, T)
+        mixed = torch.zeros_like(flow)
+        for blocks in zip(*(record.row_blocks(layer, head) for head in range(record.n_head)), strict=True):
+            part = slice(blocks[0][0].start, blocks[0][0].stop)
+            if norms is None:
+                mean = sum((weights for _, weights in blocks), torch.zeros(())) / record.n_head  # (rows, T)
+            else:
+                total = sum((weights * norms[head] for head, (_, weights) in enumerate(blocks)), torch.zeros(()))
+                mean = total / total.sum(-1, keepdim=True).clamp_min(1e-30)
+            mixed += flow[:, part] @ mean
+        flow = (flow + mixed) / 2
+    return flow
+
+
+@torch.no_grad()
+def value_norms(record: AttentionRecord, model: GPT, layer: int) -> Tensor:
+    """‖W_O v_j‖ of every head and token, (H, T): the length of what a weight of one would add to the residual."""
+    if not record.has_values:
+        raise ValueError("norms need a record with values: capture it with --values")
+    weight = model.get_parameter(f"blocks.{layer}.attn.o_proj.weight").detach().cpu().float()  # (C, H·D)
+    values = record.tensor(layer, "v").float()  # (G, T, D)
+    parts = weight.unflatten(1, (record.n_head, -1)).transpose(0, 1)  # (H, C, D)
+    return torch.stack([(values[record.group(h)] @ parts[h].T).norm(dim=-1) for h in range(record.n_head)])
+
+
+def _n_allowed(record: AttentionRecord, layer: int, rows: slice) -> Tensor:
+    """Number of keys that each of these queries may see, (rows,) float32."""
+    i, rule = torch.arange(rows.start, rows.stop), record.layer_info(layer).rule
+    if rule.causal and rule.window is None and rule.documents is None:
+        return (i + 1).float()
+    return allowed_pairs(rule, i, torch.arange(record.n_tokens)).sum(-1).float()
+
+
+def _mean_distance(i: Tensor, weights: Tensor) -> Tensor:
+    """Σ_j A[i, j]·|i - j| (rows,), which is no column of V where both sides are seen."""
+    return (weights * (i[:, None] - torch.arange(weights.shape[1])).abs()).sum(-1)

@@ -5,36 +5,48 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from probes.commands import Capture, Check, Command, Map, OnText
+from probes.commands import (
+    Ablate,
+    Capture,
+    Check,
+    Command,
+    Knockout,
+    Lens,
+    Map,
+    OnModel,
+    Patch,
+    check_output,
+    numbers,
+    tokens_of,
+)
 from training.cli import exit_on_user_error, parse
 
 if TYPE_CHECKING:
     from probes.record import AttentionRecord
+    from probes.table import Table
     from training.checkpoint import Run
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> int:
-    command: Capture | Map | Check = parse(Command, argv, "probe.py", description=__doc__)
+    command: Any = parse(Command, argv, "probe.py", description=__doc__)
     if not command.source:
         raise ValueError(f"which run? for example: probe.py {type(command).__name__.lower()} runs/quick")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    if isinstance(command, Capture):
-        return run_capture(command)
-    return run_map(command) if isinstance(command, Map) else run_check(command)
+    return RUN[type(command)](command)
 
 
 def run_capture(command: Capture) -> int:
-    _check_output(command.output, (".safetensors",))
-    text = _read_text(command)
+    check_output(command.output, (".safetensors",))
+    text = command.read_text()
 
     from probes.capture import check_room, readable
 
     run = _load(command)
-    layers = _numbers("--layers", command.layers)
-    tokens = _tokens(run, text, command.unknown)
+    layers = numbers("--layers", command.layers)
+    tokens = tokens_of(run, text, command.unknown)
     n_layers, folder = len(set(layers)) if layers else None, Path(command.output).parent
     kept: dict[str, Any] = {"n_layers": n_layers, "values": command.values, "dtype": run.dtype}
     size = check_room(run.config.model, len(tokens), folder, **kept)
@@ -55,14 +67,14 @@ def run_capture(command: Capture) -> int:
 
 def run_map(command: Map) -> int:
     if command.output:
-        _check_output(command.output, (".png", ".svg", ".csv"))
+        check_output(command.output, (".png", ".svg", ".csv"))
     is_one_head = command.layer.isdecimal() and command.head.isdecimal()
     is_csv = command.output.lower().endswith(".csv")
     if (is_csv or command.json) and not is_one_head:
         raise ValueError("a table holds one head; give --layer and --head")
     record = _open(command)
-    layers = _numbers("--layer", command.layer) or record.layers
-    heads = _numbers("--head", command.head) or range(record.n_head)
+    layers = numbers("--layer", command.layer) or record.layers
+    heads = numbers("--head", command.head) or range(record.n_head)
     record.check(layers, heads)
     layer, head = layers[0], heads[0]
 
@@ -107,6 +119,47 @@ def run_check(command: Check) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
+def run_ablate(command: Ablate) -> int:
+    from probes.causal.answers import ablate
+
+    run = _load(command)
+    is_given = command.text or command.file
+    tokens = run.tokenizer.encode(command.read_text(), command.unknown) if is_given else _validation_tokens(run)
+    return _print(command, run, ablate(command, run, tokens))
+
+
+def run_causal(command: Knockout | Patch | Lens) -> int:
+    from probes.causal.answers import knock_out, look, patch
+
+    run = _load(command)
+    if isinstance(command, Knockout):
+        return _print(command, run, knock_out(command, run))
+    return _print(command, run, patch(command, run) if isinstance(command, Patch) else look(command, run))
+
+
+def _print(command: OnModel, run: "Run", table: "Table") -> int:
+    """The table, and of which run it is."""
+    from probes.table import print_table
+
+    about = {"run": str(run.checkpoint_path.parent), "checkpoint": run.checkpoint_path.name, "step": run.step}
+    print_table(dataclasses.replace(table, about=about | dict(table.about)), as_json=command.json)
+    return 0
+
+
+def _validation_tokens(run: "Run") -> list[int]:
+    """The validation part of the text that the run was trained on. ValueError when it is not there any more."""
+    from data.prepare import prepare
+
+    try:
+        corpus = prepare(run.config.data, show_progress=False)
+        if corpus.tokenizer.hash != run.tokenizer.hash:
+            raise ValueError("its text has another vocabulary now")
+        tokens: list[int] = corpus.split(run.config.data.val_fraction, run.config.model.block_size).val.tolist()
+    except ValueError as error:
+        raise ValueError(f"the run's own data cannot be used ({error}); give --text or --file") from error
+    return tokens
+
+
 def _open(command: Map) -> "AttentionRecord":
     """The record that is named, or a new one of the run that is named."""
     from probes.record import AttentionRecord
@@ -117,11 +170,11 @@ def _open(command: Map) -> "AttentionRecord":
         return AttentionRecord.load(command.source)
     if not Path(command.source).is_dir():
         raise ValueError(f"{command.source} is neither a record nor a run directory")
-    text, run = _read_text(command), _load(command)
-    return _capture(run, _tokens(run, text, command.unknown), _numbers("--layer", command.layer), values=False)
+    text, run = command.read_text(), _load(command)
+    return _capture(run, tokens_of(run, text, command.unknown), numbers("--layer", command.layer), values=False)
 
 
-def _load(command: Capture | Map | Check) -> "Run":
+def _load(command: Any) -> "Run":
     from training.checkpoint import load_run
     from training.runtime import choose_device
 
@@ -136,44 +189,15 @@ def _capture(run: "Run", tokens: list[int], layers: list[int] | None, values: bo
     return capture(run.model, tokens, layers=layers, values=values, **about)
 
 
-def _tokens(run: "Run", text: str, unknown: Literal["error", "skip"]) -> list[int]:
-    tokens = run.tokenizer.encode(text, unknown=unknown)
-    if not tokens:
-        raise ValueError("no token is left of the text; at least one is needed")
-    limit = run.config.model.block_size
-    if len(tokens) > limit:
-        raise ValueError(f"the text has {len(tokens)} tokens; this model reads at most {limit} (model.block_size)")
-    return tokens
-
-
-def _read_text(command: OnText) -> str:
-    text = command.text
-    try:
-        if command.file:
-            text = Path(command.file).read_text(encoding="utf-8-sig")
-        text.encode("utf-8")  # what the shell passes may hold stray bytes
-    except OSError as error:
-        raise ValueError(f"cannot read --file {command.file}: {error.strerror}") from error
-    except UnicodeError as error:
-        raise ValueError(f"{command.file or '--text'} is not UTF-8 at {getattr(error, 'start', 0)}") from error
-    if not text:
-        raise ValueError("the text is empty; give --text or --file with at least one token")
-    return text
-
-
-def _check_output(output: str, suffixes: tuple[str, ...]) -> None:
-    path = Path(output)
-    if path.suffix.lower() not in suffixes:
-        raise ValueError(f"give -o a file name that ends in {' or '.join(suffixes)}, not {output!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"-o {output}: there is no folder {path.parent}")
-
-
-def _numbers(flag: str, text: str) -> list[int] | None:
-    """`0,2` -> [0, 2]; None for all."""
-    if text != "all" and not all(part.isdecimal() for part in text.split(",")):
-        raise ValueError(f"{flag} {text} is no number from 0; give one, several such as 0,1, or all")
-    return None if text == "all" else [int(part) for part in text.split(",")]
+RUN: dict[type, Any] = {
+    Capture: run_capture,
+    Map: run_map,
+    Check: run_check,
+    Ablate: run_ablate,
+    Knockout: run_causal,
+    Patch: run_causal,
+    Lens: run_causal,
+}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What `probe.py` can be asked: one class a sub-command, its fields are the flags. Imports no torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -32,6 +33,21 @@ class OnText(OnModel):
     def __post_init__(self) -> None:
         if self.text and self.file:
             raise ValueError("give --text or --file, not both")
+
+    def read_text(self) -> str:
+        """What --text or --file holds. ValueError, one line, when it is nothing, unreadable or not UTF-8."""
+        text = self.text
+        try:
+            if self.file:
+                text = Path(self.file).read_text(encoding="utf-8-sig")
+            text.encode("utf-8")  # what the shell passes may hold stray bytes
+        except OSError as error:
+            raise ValueError(f"cannot read --file {self.file}: {error.strerror}") from error
+        except UnicodeError as error:
+            raise ValueError(f"{self.file or '--text'} is not UTF-8 at {getattr(error, 'start', 0)}") from error
+        if not text:
+            raise ValueError("the text is empty; give --text or --file with at least one token")
+        return text
 
 
 @dataclass(frozen=True)
@@ -70,4 +86,110 @@ class Check(OnModel):
     """Run directory."""
 
 
-Command: Any = Capture | Map | Check
+@dataclass(frozen=True)
+class Ablate(OnText):
+    """Measures how much each head matters: the change of the loss when its output is replaced."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory. Without --text and --file: the validation part of its own data."""
+    heads: str = "all"
+    """Heads such as 1.3,2.0 (layer.head), or all."""
+    how: Literal["zero", "mean", "resample"] = "zero"
+    """Replace by zero, by the head's mean output, or by its output on another example."""
+    keep_patterns: bool = False
+    """Keep the attention maps of later layers as they were: only values feel the change."""
+    tokens: int = 8192
+    """Use at most so many tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens < 2:
+            raise ValueError(f"--tokens is {self.tokens}; a loss needs at least 2")
+
+
+@dataclass(frozen=True)
+class Knockout(OnText):
+    """Cuts edges between positions: the change of the next token's probabilities when a query may not see a key."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory."""
+    queries: Annotated[str, tyro.conf.arg(name="from")] = "last"
+    """Positions that may no longer attend, such as 5,6; the first token is 0."""
+    keys: Annotated[str, tyro.conf.arg(name="to")] = ""
+    """Positions that they may no longer attend to."""
+    layers: str = "all"
+    """In which layers, such as 0,1."""
+    rank: bool = False
+    """Cut every edge of one query instead, head by head: does the weight of an edge tell its effect?"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank and (self.keys or self.layers != "all" or "," in self.queries):
+            raise ValueError("--rank tries every edge of one query in every layer; beside it give at most --from")
+        if "all" in (self.queries, self.keys):
+            raise ValueError("--from and --to take positions, not all: a query must keep a key")
+
+
+@dataclass(frozen=True)
+class Patch(OnModel):
+    """Puts parts of a clean run into a corrupted one: how much of the answer does each bring back?"""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory."""
+    clean: str = ""
+    """Text that makes the model answer."""
+    corrupt: str = ""
+    """Text of as many tokens that does not."""
+    answer: str = ""
+    """The token that the clean text makes likely."""
+    other: str = ""
+    """The token that it is measured against."""
+    output: Output = ""
+    """Picture (*.png, *.svg) to write."""
+
+
+@dataclass(frozen=True)
+class Lens(OnText):
+    """Shows what the model would predict after each layer; with --target, what each part adds to that token's logit."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory."""
+    target: str = ""
+    """Token whose logit is taken apart."""
+    other: str = ""
+    """Token whose logit is subtracted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.other and not self.target:
+            raise ValueError("--other is subtracted from --target; give both")
+
+
+Command: Any = Capture | Map | Check | Ablate | Knockout | Patch | Lens
+
+
+def numbers(flag: str, text: str) -> list[int] | None:
+    """`0,2` -> [0, 2]; None for all."""
+    if text != "all" and not all(part.isdecimal() for part in text.split(",")):
+        raise ValueError(f"{flag} {text} is no number from 0; give one, several such as 0,1, or all")
+    return None if text == "all" else [int(part) for part in text.split(",")]
+
+
+def check_output(output: str, suffixes: tuple[str, ...]) -> None:
+    """ValueError unless a file with one of these suffixes can be written there."""
+    path = Path(output)
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"give -o a file name that ends in {' or '.join(suffixes)}, not {output!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"-o {output}: there is no folder {path.parent}")
+
+
+def tokens_of(run: Any, text: str, unknown: Literal["error", "skip"]) -> list[int]:
+    """The tokens of a text for the model of this run. ValueError when there are none or too many."""
+    tokens: list[int] = run.tokenizer.encode(text, unknown=unknown)
+    if not tokens:
+        raise ValueError("no token is left of the text; at least one is needed")
+    limit = run.config.model.block_size
+    if len(tokens) > limit:
+        raise ValueError(f"the text has {len(tokens)} tokens; this model reads at most {limit} (model.block_size)")
+    return tokens

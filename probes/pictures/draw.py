@@ -32,7 +32,7 @@ def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) 
     is_labelled = n <= _MOST_LABELS
     # Labelled cells are as high as a line of text; the map stays between 2 and 7 inches where it can.
     side = n * min(max(7 / n, 0.15), 0.45) if is_labelled else 7.0
-    figure = _figure(side + 2.2, side + 1.4)
+    figure = new_figure(side + 2.2, side + 1.4)
     axes = figure.add_axes((1.2 / (side + 2.2), 0.7 / (side + 1.4), side / (side + 2.2), side / (side + 1.4)))
     image = _show(axes, cells, n)
     for place in ("top", "right"):
@@ -55,7 +55,7 @@ def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) 
         ((1.2 + side + 0.15) / (side + 2.2), 0.7 / (side + 1.4), 0.12 / (side + 2.2), bar_height / (side + 1.4))
     )
     figure.colorbar(image, cax=bar, label="weight", ticks=[0, 0.25, 0.5, 0.75, 1])
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
 def draw_heads(
@@ -78,7 +78,7 @@ def draw_heads(
     gap, left, right, top, bottom = 0.28, 0.45, 0.75, 0.7, 0.1
     width = max(left + len(heads) * (side + gap) + right, 5.5)
     height = top + len(layers) * (side + gap) - gap + bottom
-    figure = _figure(width, height)
+    figure = new_figure(width, height)
     for row, layer in enumerate(layers):
         for column, head in enumerate(heads):
             x, y = left + column * (side + gap), height - top - (row + 1) * side - row * gap
@@ -97,7 +97,7 @@ def draw_heads(
     figure.text((left + last_column) / 2 / width, 0, "key (attended to)", ha="center", va="top", fontsize=9)
     middle = (height - top + bottom) / 2 / height
     figure.text(0.2 / width, middle, "query (attends)", ha="center", va="center", rotation=90, fontsize=9)
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
 def write_csv(record: AttentionRecord, layer: int, head: int, path: Path | str) -> None:
@@ -152,7 +152,7 @@ def _show(axes: Any, cells: Any, n_tokens: int) -> Any:
     return axes.imshow(cells, cmap=colours, vmin=0, vmax=1, interpolation="nearest", extent=(-0.5, end, end, -0.5))
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     # Figure itself, not pyplot: no global state, no window system, nothing to close.
     from matplotlib.figure import Figure
 
@@ -164,7 +164,7 @@ def _check_suffix(path: Path) -> None:
         raise ValueError(f"{path}: a picture ends in {' or '.join(PICTURE_SUFFIXES)}")
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     from matplotlib import rc_context
 
     # Outlines instead of font names: an SVG looks the same where our fonts are not installed.

@@ -21,11 +21,15 @@ def draw_patches(patches: Patches, names: Sequence[str], path: Path | str) -> No
     figure = new_figure(sum(widths) + 2.6, height + 1.8)
     limit = max(1.0, float(stream.abs().max()), float(heads.abs().max()))
     left = 0.6
-    for scores, width, label in ((stream, widths[0], "position"), (heads, widths[1], "head")):
+    kinds = ((stream, widths[0], "position", "stream that enters"), (heads, widths[1], "head", "output"))
+    for scores, width, label, title in kinds:
         place = (left / (sum(widths) + 2.6), 1.2 / (height + 1.8), width / (sum(widths) + 2.6), height / (height + 1.8))
         axes = figure.add_axes(place)
-        shown = axes.imshow(scores, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+        shown = axes.imshow(
+            scores.numpy(), cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
+        )
         axes.set_xlabel(label)
+        axes.set_title(title, fontsize=9, loc="left")
         axes.set_ylabel("layer")
         axes.set_yticks(range(n_layer))
         if label == "head":
@@ -36,5 +40,5 @@ def draw_patches(patches: Patches, names: Sequence[str], path: Path | str) -> No
             axes.set_xticks(range(n_tokens), shown_names, rotation=90, fontsize=8, fontfamily=fonts, parse_math=False)
         left += width + 0.7
     bar = figure.add_axes(((left - 0.5) / (sum(widths) + 2.6), 1.2 / (height + 1.8), 0.02, height / (height + 1.8)))
-    figure.colorbar(shown, cax=bar, label="restored share of the logit difference")
+    figure.colorbar(shown, cax=bar, label="share restored")
     save_figure(figure, Path(path))

@@ -1,4 +1,4 @@
-"""Effects: what an intervention does to the prediction, one part of attention at a time."""
+"""Effects: what an intervention does to the prediction, one part of attention at a time. The model is in eval mode."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -45,11 +45,12 @@ def train(config: Config) -> "TrainState":
     # Here and not above, so that --help and mistakes in the configuration answer without torch.
     from data.prepare import prepare
     from model import GPT
+    from probes.timeline import look_at_heads
     from training.checkpoint import restore, save_checkpoint
     from training.evaluate import evaluate
     from training.metrics import MetricsLog, attention_kernel
     from training.optimizer import build_optimizer, build_scaler
-    from training.parallel import build_loader, check_trains, compile_model, share_of, wrap
+    from training.parallel import build_loader, check_trains, compile_model, on_this_process, share_of, wrap
     from training.runtime import running, seed_rank
     from training.state import TrainState
 
@@ -108,8 +109,16 @@ def train(config: Config) -> "TrainState":
             if runtime.is_main:
                 save_checkpoint(directory, name, content)
 
+        @on_this_process(model)
+        def look() -> None:
+            if runtime.is_main and state.is_finite():
+                scores = look_at_heads(
+                    model, corpus.tokenizer, directory, state.step, config.run.seed, runtime.dtype_name
+                )
+                log.write_scores(state.step, scores)
+
         with MetricsLog(directory, config, resumed_step=state.step, enabled=runtime.is_main) as log:
-            run_steps(config, state, wrap(compiled, runtime), share, validate, save, log.write)
+            run_steps(config, state, wrap(compiled, runtime), share, validate, look, save, log.write)
 
     # Close, outside the process group: what follows is the main process's alone
     if runtime.is_main:
@@ -123,10 +132,11 @@ def run_steps(
     forward: "nn.Module",
     share: "Share",
     validate: "Callable[[], Evaluation]",
+    look: Callable[[], None],
     save: Callable[[str], None],
     log: Callable[[dict[str, Any]], None],
 ) -> None:
-    """THE loop: batch, micro-steps, clip, step, log, evaluate, save."""
+    """THE loop: batch, micro-steps, clip, step, log, evaluate, look at the heads, save."""
     import torch
 
     from model.gpt import next_token_loss
@@ -199,6 +209,8 @@ def run_steps(
                 row |= {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
             if is_logged or is_evaluated:
                 log(row)
+            if config.probe.interval and step % config.probe.interval == 0:
+                look()
 
             # Save
             if is_evaluated and state.val_loss < state.best_val_loss:
@@ -211,9 +223,10 @@ def run_steps(
 
 def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_tokens: "np.ndarray") -> None:
     """What a person wants to know of the run that has just ended, and where it lies."""
-    from model.config import SamplingConfig
+    from probes.capture import capture
+    from probes.pictures.draw import draw_heads
     from training.metrics import hardware_use, plot_losses
-    from training.text import generate_text, start_tokens
+    from training.text import sample_text
 
     directory, model = Path(config.run.dir), state.model.eval()
     if state.stop_signal:
@@ -222,16 +235,8 @@ def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_toke
     plot_losses(directory)
     print(hardware_use(state))
     if config.log.sample_tokens:
-        prompt = tokenizer.encode(config.log.sample_prompt, unknown="skip") or start_tokens(tokenizer)
-        sampling, n_tokens, seed = SamplingConfig(temperature=0.8), config.log.sample_tokens, config.run.seed
-        steps = generate_text(
-            model, tokenizer, prompt, n_samples=1, max_new_tokens=n_tokens, sampling=sampling, seed=seed
-        )
-        print("sample:", "".join(released[0] for _, released in steps), sep="\n")
+        print("sample:", sample_text(model, tokenizer, config), sep="\n")
     if config.probe.max_tokens:
-        from probes.capture import capture
-        from probes.pictures.draw import draw_heads
-
         n_tokens = min(config.probe.max_tokens, config.model.block_size)
         tokens = tokenizer.encode(config.probe.text, unknown="skip")[:n_tokens] or val_tokens[:n_tokens].tolist()
         token_bytes = [tokenizer.token_bytes(token) for token in tokens]

@@ -59,6 +59,7 @@ def score_heads(
     text: AttentionRecord | None = None,
     n_draws: int = 10,
     seed: int = 0,
+    token_bytes: Callable[[int], bytes] | None = None,
     **about: Any,
 ) -> tuple[dict[HeadName, Scores], AttentionRecord]:
     """All scores of all heads, and the record of the random tokens.
@@ -67,7 +68,9 @@ def score_heads(
     be said of any text is of `text`, or without it of the same random tokens. n_valid_tokens: ids from here on are
     padding and not drawn. about: for `capture`, such as dtype and step. ValueError when block_size is below 8.
     """
-    repeated = capture(model, repeated_tokens(model.config, 2, n_valid_tokens, seed), **about)
+    tokens = repeated_tokens(model.config, 2, n_valid_tokens, seed)
+    names = None if token_bytes is None else [token_bytes(token) for token in tokens.tolist()]
+    repeated = capture(model, tokens, token_bytes=names, **about)
     draws = [repeated_tokens(model.config, 4, n_valid_tokens, seed + 1 + draw) for draw in range(n_draws)]
     fours = [score_record(capture(model, tokens, **about), only={"prefix"}) for tokens in draws]
     scores = score_record(repeated)

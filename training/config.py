@@ -133,15 +133,17 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """What is looked at when training ends."""
+    """What is looked at during training and when it ends."""
 
     text: str = ""
     """Text whose attention is drawn into attention.png; empty takes the start of the validation split."""
     max_tokens: int = 48
     """The picture shows at most so many tokens of it; 0 draws no picture."""
+    interval: int = 0
+    """Steps between looks at the heads: scores in probes.jsonl, a record of attention in records/; 0 is never."""
 
     def __post_init__(self) -> None:
-        _check_range("probe", self, {"max_tokens": "0 or more"}, lambda x: x >= 0)
+        _check_range("probe", self, dict.fromkeys(("max_tokens", "interval"), "0 or more"), lambda x: x >= 0)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ class Config:
                 "model.causal is False: every position would see the token that it has to predict. "
                 "Train with True; use a bidirectional GPT from Python"
             )
+        if self.probe.interval and self.model.block_size < 8:
+            raise ValueError(f"probe.interval needs a model.block_size of at least 8, not {self.model.block_size}")
 
     def micro_batch_size(self, world_size: int) -> int:
         """Sequences that one process computes at once. ValueError, with the arithmetic, when they do not come out."""

@@ -19,49 +19,63 @@ from training.state import TrainState
 
 
 class MetricsLog:
-    """Rows go to metrics.jsonl in the run directory, one JSON object a line, and to wandb where it is on.
+    """Rows go to metrics.jsonl in the run directory, those of head scores to probes.jsonl, one JSON object a line, and
+    to wandb where it is on.
 
     A resumed run first drops the rows after the step that it resumes from: they will be written again.
     """
 
     def __init__(self, directory: Path, config: Config, *, resumed_step: int, enabled: bool = True) -> None:
-        self._file: IO[str] | None = None
+        self._files: dict[str, IO[str]] = {}
         self._wandb: Any = None
         if not enabled:
             return
-        self.path = directory / "metrics.jsonl"
-        kept = [row for row in read_metrics(directory) if row["step"] <= resumed_step]
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(beside, self.path)
+        for name in ("metrics.jsonl", "probes.jsonl"):
+            path = directory / name
+            if name == "probes.jsonl" and not config.probe.interval and not path.exists():
+                continue
+            kept = [row for row in read_metrics(directory, name) if row["step"] <= resumed_step]
+            beside = path.with_suffix(".tmp")
+            beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            os.replace(beside, path)
+            self._files[name] = path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(directory, config)
-        self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """row holds `step`; values that are not finite are left out, since JSON has no word for them."""
         row = {key: value for key, value in row.items() if math.isfinite(value)}
-        if self._file is None:
+        self._write("metrics.jsonl", row, row)
+
+    def write_scores(self, step: int, scores: dict[str, dict[str, float]]) -> None:
+        """scores: of each head by name, finite; none write nothing."""
+        if not scores:
             return
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        flat = {f"heads/{key}/{name}": value for name, head in scores.items() for key, value in head.items()}
+        self._write("probes.jsonl", {"step": step, "scores": scores}, {"step": step} | flat)
+
+    def _write(self, name: str, row: dict[str, Any], flat: dict[str, Any]) -> None:
+        if name not in self._files:
+            return
+        self._files[name].write(json.dumps(row) + "\n")
+        self._files[name].flush()
         if self._wandb is not None:
-            _never_stop_training(self._wandb.log, row, step=row["step"])
+            _never_stop_training(self._wandb.log, flat, step=row["step"])
 
     def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in self._files.values():
+            file.close()
         if self._wandb is not None:
             _never_stop_training(self._wandb.finish)
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line that a kill cut short is left out."""
+def read_metrics(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl or probes.jsonl; a last line that a kill cut short is left out."""
     rows = []
     try:
-        lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (directory / name).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
     for line in lines:

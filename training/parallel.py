@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +18,7 @@ from model import GPT, ModelConfig
 from model.attention import build, require
 from model.attention.ring import ring_positions
 from model.gpt import IGNORED, next_token_loss
+from model.multihead import build_path
 from training.config import Config
 from training.runtime import Runtime
 
@@ -123,3 +125,17 @@ def compile_model(model: GPT, mode: str, runtime: Runtime) -> nn.Module:
         finally:
             model.zero_grad(set_to_none=True)
     return compiled
+
+
+@contextlib.contextmanager
+def on_this_process(model: GPT) -> Iterator[None]:
+    """While it lasts no layer waits for other processes: those on the path ring, which would, are on tiled."""
+    places = [f"blocks.{layer}.attn.path" for layer, name in enumerate(model.config.paths) if name == "ring"]
+    paths = [model.get_submodule(place) for place in places]
+    try:
+        for place in places:
+            model.set_submodule(place, build_path(model.config, "tiled"))
+        yield
+    finally:
+        for place, path in zip(places, paths, strict=True):
+            model.set_submodule(place, path)

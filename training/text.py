@@ -9,6 +9,7 @@ from data.tokenizer import Tokenizer
 from model import GPT
 from model.config import SamplingConfig
 from model.generate import generate
+from training.config import Config
 
 
 class TextStream:
@@ -99,3 +100,17 @@ def generate_text(
         if all(stream.finish for stream in streams):
             return
     yield streams, [stream.end() for stream in streams]
+
+
+def sample_text(model: GPT, tokenizer: Tokenizer, config: Config) -> str:
+    """What the model writes after config.log.sample_prompt, at temperature 0.8."""
+    steps = generate_text(
+        model,
+        tokenizer,
+        tokenizer.encode(config.log.sample_prompt, unknown="skip") or start_tokens(tokenizer),
+        n_samples=1,
+        max_new_tokens=config.log.sample_tokens,
+        sampling=SamplingConfig(temperature=0.8),
+        seed=config.run.seed,
+    )
+    return "".join(released[0] for _, released in steps)

@@ -12,11 +12,17 @@ from probes.commands import (
     Capture,
     Check,
     Command,
+    Compare,
+    Heads,
     Knockout,
     Lens,
     Map,
     OnModel,
+    OnText,
     Patch,
+    Rollout,
+    Stats,
+    Timeline,
     check_output,
     numbers,
     tokens_of,
@@ -103,7 +109,7 @@ def run_check(command: Check) -> int:
     import torch
     from rich.console import Console
 
-    from probes.check import check
+    from probes.checks.check import check
     from probes.pictures.terminal import print_checks
 
     run = _load(command)
@@ -137,11 +143,52 @@ def run_causal(command: Knockout | Patch | Lens) -> int:
     return _print(command, run, patch(command, run) if isinstance(command, Patch) else look(command, run))
 
 
-def _print(command: OnModel, run: "Run", table: "Table") -> int:
+def run_heads(command: Heads) -> int:
+    from probes.answers import heads
+
+    run, record, name = _load(command), None, "random tokens"
+    try:
+        record, name = _capture(run, _tokens(command, run), None, values=False), command.file or "text"
+    except ValueError:
+        if command.text or command.file:
+            raise
+    return _print(command, run, heads(command, run.model, run.tokenizer, record, name))
+
+
+def run_rollout(command: Rollout) -> int:
+    from probes.answers import roll_out
+
+    run = _load(command)
+    record = _capture(run, _tokens(command, run), None, values=True)
+    return _print(command, run, roll_out(command, run.model, record))
+
+
+def run_stats(command: Stats) -> int:
+    from probes.answers import stats
+
+    return _print(command, None, stats(command, _open(command)))
+
+
+def run_compare(command: Compare) -> int:
+    from probes.answers import compare, sides
+
+    return _print(command, None, compare(command, [(name, _open(side)) for name, side in sides(command)]))
+
+
+def run_timeline(command: Timeline) -> int:
+    from probes.answers import timeline
+    from training.metrics import read_metrics
+
+    return _print(command, None, timeline(command, read_metrics(Path(command.source), "probes.jsonl")))
+
+
+def _print(command: OnModel, run: "Run | None", table: "Table") -> int:
     """The table, and of which run it is."""
     from probes.table import print_table
 
-    about = {"run": str(run.checkpoint_path.parent), "checkpoint": run.checkpoint_path.name, "step": run.step}
+    about: dict[str, Any] = {}
+    if run is not None:
+        about = {"run": str(run.checkpoint_path.parent), "checkpoint": run.checkpoint_path.name, "step": run.step}
     print_table(dataclasses.replace(table, about=about | dict(table.about)), as_json=command.json)
     return 0
 
@@ -160,7 +207,19 @@ def _validation_tokens(run: "Run") -> list[int]:
     return tokens
 
 
-def _open(command: Map) -> "AttentionRecord":
+def _tokens(command: OnText, run: "Run") -> list[int]:
+    """Of the text that is given, or what takes its place: random tokens to compare, else validation text."""
+    if command.text or command.file or isinstance(command, Map):
+        return tokens_of(run, command.read_text(), command.unknown)
+    if isinstance(command, Compare):
+        from probes.scores import repeated_tokens
+
+        repeated: list[int] = repeated_tokens(run.config.model, 2, run.tokenizer.vocab_size).tolist()
+        return repeated
+    return _validation_tokens(run)[: min(run.config.model.block_size, 1024)]
+
+
+def _open(command: Map | Stats | Compare) -> "AttentionRecord":
     """The record that is named, or a new one of the run that is named."""
     from probes.record import AttentionRecord
 
@@ -170,8 +229,9 @@ def _open(command: Map) -> "AttentionRecord":
         return AttentionRecord.load(command.source)
     if not Path(command.source).is_dir():
         raise ValueError(f"{command.source} is neither a record nor a run directory")
-    text, run = command.read_text(), _load(command)
-    return _capture(run, tokens_of(run, text, command.unknown), numbers("--layer", command.layer), values=False)
+    run = _load(command)
+    layers = numbers("--layer", command.layer) if isinstance(command, Map) else None
+    return _capture(run, _tokens(command, run), layers, values=False)
 
 
 def _load(command: Any) -> "Run":
@@ -197,6 +257,11 @@ RUN: dict[type, Any] = {
     Knockout: run_causal,
     Patch: run_causal,
     Lens: run_causal,
+    Heads: run_heads,
+    Stats: run_stats,
+    Rollout: run_rollout,
+    Compare: run_compare,
+    Timeline: run_timeline,
 }
 
 

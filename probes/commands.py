@@ -165,7 +165,67 @@ class Lens(OnText):
             raise ValueError("--other is subtracted from --target; give both")
 
 
-Command: Any = Capture | Map | Check | Ablate | Knockout | Patch | Lens
+@dataclass(frozen=True)
+class Heads(OnText):
+    """Scores every head for what it might do, on random repeated tokens and on text; names the roles that it earns."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory. Without --text and --file the text is of the validation part of its own data."""
+    sort: str = ""
+    """Column to sort by, largest first, such as induction."""
+    draws: int = 10
+    """Draws of random tokens that prefix matching is the mean of."""
+
+
+@dataclass(frozen=True)
+class Stats(OnText):
+    """Shows where each head looks: entropy, distance, first token, largest weight. Any length, no map is held."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """A record, or a run directory; without --text and --file the validation part of its own data."""
+    sort: str = ""
+    """Column to sort by, largest first."""
+
+
+@dataclass(frozen=True)
+class Rollout(OnText):
+    """Shows how much of each input token reaches a row through all layers, residual connections included."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory."""
+    rows: str = "last"
+    """Positions such as 5,6, last, or all."""
+    top: int = 10
+    """Show the heaviest so many tokens of each row; 0 shows all."""
+    norms: bool = False
+    """Count each weight times the length of what it carries."""
+
+
+@dataclass(frozen=True)
+class Compare(OnText):
+    """Shows what differs between two runs, two records, the best and the last checkpoint, or two steps of a run."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory or record."""
+    other: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]] = ""
+    """The second one; none compares the best with the last checkpoint of the first."""
+    steps: str = ""
+    """Two steps such as 250,500 whose records training has kept (--probe.interval)."""
+    sort: str = ""
+    """Column to sort by, largest first."""
+
+
+@dataclass(frozen=True)
+class Timeline(OnModel):
+    """Shows when in training each role formed, from the scores that --probe.interval wrote."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """Run directory."""
+    output: Output = ""
+    """Picture (*.png, *.svg) to write."""
+
+
+Command: Any = Capture | Map | Check | Ablate | Knockout | Patch | Lens | Heads | Stats | Rollout | Compare | Timeline
 
 
 def numbers(flag: str, text: str) -> list[int] | None:

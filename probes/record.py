@@ -50,6 +50,10 @@ class AttentionRecord:
         return f"layers.{self.layers[0]}.v" in self._tensors.keys()  # noqa: SIM118 - an open file is no mapping
 
     @property
+    def is_causal(self) -> bool:
+        return all(layer.rule.causal for layer in self.info.layers)
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The numbers of the captured layers, ascending."""
         return tuple(sorted(self._layers))

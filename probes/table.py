@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.cells import cell_len
+
 Value = str | int | float | bool | None
 
 
@@ -52,15 +54,30 @@ def print_table(table: Table, *, as_json: bool) -> None:
 
     console = Console()
     console.print(Text(table.title), soft_wrap=True)
-    shown = RichTable(box=None, pad_edge=False)
-    for place, name in enumerate(table.columns):
-        is_number = all(isinstance(row[place], int | float | None) for row in table.rows)
-        shown.add_column(name, justify="right" if is_number else "left", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*(Text(escape_unencodable(_shown(value), console.encoding)) for value in row))
-    console.print(shown)
+    cells = [[escape_unencodable(_shown(value), console.encoding) for value in row] for row in table.rows]
+    for band in _bands(table.columns, cells, console.width):
+        shown = RichTable(box=None, pad_edge=False)
+        for place in band:
+            is_number = all(isinstance(row[place], int | float | None) for row in table.rows)
+            shown.add_column(table.columns[place], justify="right" if is_number else "left", overflow="fold")
+        for row in cells:
+            shown.add_row(*(Text(row[place]) for place in band))
+        console.print(shown)
     if table.about:
         console.print(Text(" · ".join(f"{key} {_shown(value)}" for key, value in table.about.items())), soft_wrap=True)
+
+
+def _bands(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """The columns in groups that each fit beside the first one, which all groups begin with."""
+    widths = [2 + max(map(cell_len, (name, *(row[i] for row in cells)))) for i, name in enumerate(columns)]
+    bands, used = [[0]], widths[0]
+    for place in range(1, len(columns)):
+        if used + widths[place] > width and len(bands[-1]) > 1:
+            bands.append([0])
+            used = widths[0]
+        bands[-1].append(place)
+        used += widths[place]
+    return bands
 
 
 def _shown(value: Any) -> str:

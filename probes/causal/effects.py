@@ -21,7 +21,7 @@ from probes.causal.interventions import (
     replacing_heads,
     streams,
 )
-from probes.path_check import layer_calls
+from probes.checks.path_check import layer_calls
 
 _TOKENS_AT_ONCE, _LOGITS_AT_ONCE = 8192, 1 << 26
 

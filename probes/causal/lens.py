@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model import GPT
 from probes.causal.interventions import streams
-from probes.path_check import layer_calls
+from probes.checks.path_check import layer_calls
 
 
 @torch.no_grad()

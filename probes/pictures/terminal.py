@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from probes.path_check import CheckResult
+from probes.checks.path_check import CheckResult
 from probes.pictures.draw import FORBIDDEN, HUE, provenance
 from probes.pictures.labels import escape_unencodable, fit, labels
 from probes.record import AttentionRecord

@@ -14,7 +14,7 @@ from probes.causal.interventions import (
     replacing_heads,
     streams,
 )
-from probes.path_check import layer_calls
+from probes.checks.path_check import layer_calls
 from tests.probes.small import tiny, tokens
 
 torch.set_num_threads(1)

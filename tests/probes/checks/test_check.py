@@ -9,7 +9,7 @@ import torch
 from model import GPT, ModelConfig
 from model.attention.mask import MaskRule
 from model.attention.reference import ReferenceAttention
-from probes.check import check
+from probes.checks.check import check
 
 torch.set_num_threads(1)
 

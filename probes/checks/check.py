@@ -11,7 +11,7 @@ from model import GPT
 from model.config import SamplingConfig
 from model.generate import generate
 from probes.capture import LayerCall
-from probes.path_check import CheckResult, check_layers, layer_calls
+from probes.checks.path_check import CheckResult, check_layers, layer_calls
 
 
 @torch.no_grad()

@@ -7,26 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probes.commands import (
-    Ablate,
-    Capture,
-    Check,
-    Command,
-    Compare,
-    Heads,
-    Knockout,
-    Lens,
-    Map,
-    OnModel,
-    OnText,
-    Patch,
-    Rollout,
-    Stats,
-    Timeline,
-    check_output,
-    numbers,
-    tokens_of,
-)
+from probes import commands
+from probes.commands import check_output, numbers, tokens_of
 from training.cli import exit_on_user_error, parse
 
 if TYPE_CHECKING:
@@ -37,14 +19,14 @@ if TYPE_CHECKING:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> int:
-    command: Any = parse(Command, argv, "probe.py", description=__doc__)
+    command: Any = parse(commands.Command, argv, "probe.py", description=__doc__)
     if not command.source:
         raise ValueError(f"which run? for example: probe.py {type(command).__name__.lower()} runs/quick")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     return RUN[type(command)](command)
 
 
-def run_capture(command: Capture) -> int:
+def run_capture(command: commands.Capture) -> int:
     check_output(command.output, (".safetensors",))
     text = command.read_text()
 
@@ -71,7 +53,7 @@ def run_capture(command: Capture) -> int:
     return 0
 
 
-def run_map(command: Map) -> int:
+def run_map(command: commands.Map) -> int:
     if command.output:
         check_output(command.output, (".png", ".svg", ".csv"))
     is_one_head = command.layer.isdecimal() and command.head.isdecimal()
@@ -105,7 +87,7 @@ def run_map(command: Map) -> int:
     return 0
 
 
-def run_check(command: Check) -> int:
+def run_check(command: commands.Check) -> int:
     import torch
     from rich.console import Console
 
@@ -125,7 +107,7 @@ def run_check(command: Check) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def run_ablate(command: Ablate) -> int:
+def run_ablate(command: commands.Ablate) -> int:
     from probes.causal.answers import ablate
 
     run = _load(command)
@@ -134,16 +116,16 @@ def run_ablate(command: Ablate) -> int:
     return _print(command, run, ablate(command, run, tokens))
 
 
-def run_causal(command: Knockout | Patch | Lens) -> int:
+def run_causal(command: commands.Knockout | commands.Patch | commands.Lens) -> int:
     from probes.causal.answers import knock_out, look, patch
 
     run = _load(command)
-    if isinstance(command, Knockout):
+    if isinstance(command, commands.Knockout):
         return _print(command, run, knock_out(command, run))
-    return _print(command, run, patch(command, run) if isinstance(command, Patch) else look(command, run))
+    return _print(command, run, patch(command, run) if isinstance(command, commands.Patch) else look(command, run))
 
 
-def run_heads(command: Heads) -> int:
+def run_heads(command: commands.Heads) -> int:
     from probes.answers import heads
 
     run, record, name = _load(command), None, "random tokens"
@@ -155,7 +137,7 @@ def run_heads(command: Heads) -> int:
     return _print(command, run, heads(command, run.model, run.tokenizer, record, name))
 
 
-def run_rollout(command: Rollout) -> int:
+def run_rollout(command: commands.Rollout) -> int:
     from probes.answers import roll_out
 
     run = _load(command)
@@ -163,26 +145,18 @@ def run_rollout(command: Rollout) -> int:
     return _print(command, run, roll_out(command, run.model, record))
 
 
-def run_stats(command: Stats) -> int:
-    from probes.answers import stats
+def run_records(command: commands.Stats | commands.Compare | commands.Timeline) -> int:
+    from probes.answers import compare, sides, stats, timeline
+    from training.metrics import read_metrics
 
-    return _print(command, None, stats(command, _open(command)))
-
-
-def run_compare(command: Compare) -> int:
-    from probes.answers import compare, sides
-
+    if isinstance(command, commands.Timeline):
+        return _print(command, None, timeline(command, read_metrics(Path(command.source), "probes.jsonl")))
+    if isinstance(command, commands.Stats):
+        return _print(command, None, stats(command, _open(command)))
     return _print(command, None, compare(command, [(name, _open(side)) for name, side in sides(command)]))
 
 
-def run_timeline(command: Timeline) -> int:
-    from probes.answers import timeline
-    from training.metrics import read_metrics
-
-    return _print(command, None, timeline(command, read_metrics(Path(command.source), "probes.jsonl")))
-
-
-def _print(command: OnModel, run: "Run | None", table: "Table") -> int:
+def _print(command: commands.OnModel, run: "Run | None", table: "Table") -> int:
     """The table, and of which run it is."""
     from probes.table import print_table
 
@@ -207,11 +181,11 @@ def _validation_tokens(run: "Run") -> list[int]:
     return tokens
 
 
-def _tokens(command: OnText, run: "Run") -> list[int]:
+def _tokens(command: commands.OnText, run: "Run") -> list[int]:
     """Of the text that is given, or what takes its place: random tokens to compare, else validation text."""
-    if command.text or command.file or isinstance(command, Map):
+    if command.text or command.file or isinstance(command, commands.Map):
         return tokens_of(run, command.read_text(), command.unknown)
-    if isinstance(command, Compare):
+    if isinstance(command, commands.Compare):
         from probes.scores import repeated_tokens
 
         repeated: list[int] = repeated_tokens(run.config.model, 2, run.tokenizer.vocab_size).tolist()
@@ -219,7 +193,7 @@ def _tokens(command: OnText, run: "Run") -> list[int]:
     return _validation_tokens(run)[: min(run.config.model.block_size, 1024)]
 
 
-def _open(command: Map | Stats | Compare) -> "AttentionRecord":
+def _open(command: commands.Map | commands.Stats | commands.Compare) -> "AttentionRecord":
     """The record that is named, or a new one of the run that is named."""
     from probes.record import AttentionRecord
 
@@ -230,7 +204,7 @@ def _open(command: Map | Stats | Compare) -> "AttentionRecord":
     if not Path(command.source).is_dir():
         raise ValueError(f"{command.source} is neither a record nor a run directory")
     run = _load(command)
-    layers = numbers("--layer", command.layer) if isinstance(command, Map) else None
+    layers = numbers("--layer", command.layer) if isinstance(command, commands.Map) else None
     return _capture(run, _tokens(command, run), layers, values=False)
 
 
@@ -250,18 +224,18 @@ def _capture(run: "Run", tokens: list[int], layers: list[int] | None, values: bo
 
 
 RUN: dict[type, Any] = {
-    Capture: run_capture,
-    Map: run_map,
-    Check: run_check,
-    Ablate: run_ablate,
-    Knockout: run_causal,
-    Patch: run_causal,
-    Lens: run_causal,
-    Heads: run_heads,
-    Stats: run_stats,
-    Rollout: run_rollout,
-    Compare: run_compare,
-    Timeline: run_timeline,
+    commands.Capture: run_capture,
+    commands.Map: run_map,
+    commands.Check: run_check,
+    commands.Ablate: run_ablate,
+    commands.Knockout: run_causal,
+    commands.Patch: run_causal,
+    commands.Lens: run_causal,
+    commands.Heads: run_heads,
+    commands.Stats: run_records,
+    commands.Rollout: run_rollout,
+    commands.Compare: run_records,
+    commands.Timeline: run_records,
 }
 
 

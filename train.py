@@ -112,9 +112,7 @@ def train(config: Config) -> "TrainState":
         @on_this_process(model)
         def look() -> None:
             if runtime.is_main and state.is_finite():
-                scores = look_at_heads(
-                    model, corpus.tokenizer, directory, state.step, config.run.seed, runtime.dtype_name
-                )
+                scores = look_at_heads(model, corpus.tokenizer, directory, state.step, runtime.dtype_name)
                 log.write_scores(state.step, scores)
 
         with MetricsLog(directory, config, resumed_step=state.step, enabled=runtime.is_main) as log:

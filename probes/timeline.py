@@ -23,17 +23,16 @@ class Tokens(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
-def look_at_heads(
-    model: GPT, tokenizer: Tokens, run: Path, step: int, seed: int, dtype: str
-) -> dict[str, dict[str, float]]:
+def look_at_heads(model: GPT, tokenizer: Tokens, run: Path, step: int, dtype: str) -> dict[str, dict[str, float]]:
     """The scores of every head by name, for a log; keeps the record of the random tokens in run/records.
 
-    Takes no number from the global random streams and leaves the model as it is. What goes wrong is printed, gives no
-    scores and stops no training.
+    The tokens are the same at every step of every run of this vocabulary and block_size. Takes no number from the
+    global random streams and leaves the model as it is. What goes wrong is printed, gives no scores and stops no
+    training.
     """
     about: dict[str, Any] = {"n_valid_tokens": tokenizer.vocab_size, "token_bytes": tokenizer.token_bytes}
     try:
-        scores, record = score_heads(model, n_draws=1, seed=seed, dtype=dtype, step=step, **about)
+        scores, record = score_heads(model, n_draws=1, dtype=dtype, step=step, **about)
         (run / "records").mkdir(exist_ok=True)
         record.save(run / "records" / f"step-{step:06d}.safetensors")
     except (ValueError, OSError) as error:

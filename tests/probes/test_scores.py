@@ -1,4 +1,4 @@
-"""Each hand-built map scores 1 on its own role and near 0 elsewhere; scores of parameters are those of full matrices."""
+"""A hand-built map scores 1 in its own role and near 0 elsewhere; scores of parameters are those of full matrices."""
 
 import math
 

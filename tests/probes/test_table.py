@@ -41,3 +41,18 @@ def test_sorting_puts_gaps_last_and_refuses_unknown_columns():
         table.sorted_by("c")
     with pytest.raises(ValueError, match="3 values under 2"):
         Table("", ("a", "b"), [(1, 2, 3)])
+
+
+def test_wide_tables_are_printed_in_bands_that_all_begin_with_the_first_column(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    names = [f"score_{i}" for i in range(6)]
+    print_table(Table("wide", ("head", *names), [("0.1", *range(6))]), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["head", "score_0", "score_1"],
+        ["0.1", "0", "1"],
+        ["head", "score_2", "score_3"],
+        ["0.1", "2", "3"],
+        ["head", "score_4", "score_5"],
+        ["0.1", "4", "5"],
+    ]

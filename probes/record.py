@@ -95,8 +95,12 @@ class AttentionRecord:
         k = self.tensor(layer, "k", (self.group(head), columns))  # (columns, D)
         dtype = torch.promote_types(q.dtype, torch.float32)
         i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(columns.start, columns.stop)[None, :]
-        lse = self.tensor(layer, "lse", (head, rows))[:, None]
-        return _weigh(self.layer_info(layer), head, q.to(dtype) @ k.to(dtype).T, lse, i, j)
+        lse, info = self.tensor(layer, "lse", (head, rows))[:, None], self.layer_info(layer)
+        weights = _weigh(info, head, q.to(dtype) @ k.to(dtype).T, lse, i, j)
+        # Where only the future is forbidden, the columns up to the first query need no look at each pair.
+        first = max(0, rows.start - columns.start) if is_plain_causal(info.rule) else 0
+        weights[:, first:].masked_fill_(~_allowed(info.rule, i, j[:, first:]), 0.0)
+        return weights.float()
 
     def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:
         """The weight of each pair (rows[p], columns[p]), (P,) float32: one dot product each."""
@@ -105,7 +109,9 @@ class AttentionRecord:
         dtype = torch.promote_types(q.dtype, torch.float32)
         products = (q[rows].to(dtype) * k[columns].to(dtype)).sum(-1)
         lse = self.tensor(layer, "lse", (head,))[rows]
-        return _weigh(self.layer_info(layer), head, products, lse, rows, columns)
+        info = self.layer_info(layer)
+        weights = _weigh(info, head, products, lse, rows, columns)
+        return weights.masked_fill(~_allowed(info.rule, rows, columns), 0.0).float()
 
     def row(self, layer: int, head: int, i: int) -> Tensor:
         """Weights of query i on all keys, (T,) float32. ValueError when they do not sum to one."""
@@ -238,18 +244,21 @@ def _allowed(rule: MaskRule, i: Tensor, j: Tensor) -> Tensor:
     return allowed
 
 
+def is_plain_causal(rule: MaskRule) -> bool:
+    """Whether row i sees exactly the i + 1 keys up to its own."""
+    return rule.causal and rule.window is None and rule.documents is None
+
+
 def _weigh(info: LayerInfo, head: int, products: Tensor, lse: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Weights, float32, from the products q_i·k_j and the log-sum-exp of row i."""
+    """Weights, as if every pair were allowed, from the products q_i·k_j, which are overwritten, and the log-sum-exp."""
     if info.kind == "linear":
-        weights = products * torch.exp(-lse)
-    else:
-        scores = products * info.scale
-        if info.softcap > 0:
-            scores = info.softcap * torch.tanh(scores / info.softcap)
-        if info.alibi_slopes is not None:
-            scores = scores - info.alibi_slopes[head] * (i - j).abs()
-        weights = torch.exp(scores - lse)
-    return weights.masked_fill(~_allowed(info.rule, i, j), 0.0).float()
+        return products.mul_(torch.exp(-lse))
+    scores = products.mul_(info.scale)
+    if info.softcap > 0:
+        scores = info.softcap * torch.tanh(scores / info.softcap)
+    if info.alibi_slopes is not None:
+        scores = scores - info.alibi_slopes[head] * (i - j).abs()
+    return scores.sub_(lse).exp_()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from probes.record import AttentionRecord, allowed_pairs
+from probes.record import AttentionRecord, allowed_pairs, is_plain_causal
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,13 @@ def received(record: AttentionRecord, layer: int, head: int) -> tuple[Tensor, Te
     al. 2023), and the number of those queries."""
     sums = torch.zeros(record.n_tokens, dtype=torch.float64)
     counts = torch.zeros(record.n_tokens, dtype=torch.float64)
-    columns = torch.arange(record.n_tokens)
+    columns, rule = torch.arange(record.n_tokens), record.layer_info(layer).rule
+    if is_plain_causal(rule):
+        counts += record.n_tokens - columns
     for rows, weights in record.row_blocks(layer, head):
         sums += weights.sum(0)
-        counts += allowed_pairs(record.layer_info(layer).rule, torch.arange(rows.start, rows.stop), columns).sum(0)
+        if not is_plain_causal(rule):
+            counts += allowed_pairs(rule, torch.arange(rows.start, rows.stop), columns).sum(0)
     return (sums / counts).float(), counts.long()
 
 
@@ -155,7 +158,7 @@ def value_norms(record: AttentionRecord, model: GPT, layer: int) -> Tensor:
 def _n_allowed(record: AttentionRecord, layer: int, rows: slice) -> Tensor:
     """Number of keys that each of these queries may see, (rows,) float32."""
     i, rule = torch.arange(rows.start, rows.stop), record.layer_info(layer).rule
-    if rule.causal and rule.window is None and rule.documents is None:
+    if is_plain_causal(rule):
         return (i + 1).float()
     return allowed_pairs(rule, i, torch.arange(record.n_tokens)).sum(-1).float()
 

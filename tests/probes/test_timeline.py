@@ -11,7 +11,7 @@ from probes.scores import HeadName, score_record
 from probes.timeline import timeline_table
 from tests.tiny import tiny_config
 from train import train
-from training.metrics import read_metrics
+from training.metrics import MetricsLog, read_metrics
 from training.parallel import on_this_process
 
 torch.set_num_threads(1)
@@ -94,3 +94,21 @@ def test_the_timeline_says_from_which_step_on_a_head_has_a_role():
     ]
     with pytest.raises(ValueError, match=r"train with --probe\.interval"):
         timeline_table([])
+
+
+def test_scores_go_to_wandb_one_name_a_number(tmp_path):
+    class Recorder:
+        rows = []
+
+        def log(self, row, step):
+            self.rows.append((step, row))
+
+        def finish(self):
+            pass
+
+    with MetricsLog(tmp_path, tiny_config(tmp_path, interval=5), resumed_step=0) as log:
+        log._wandb = Recorder()
+        log.write_scores(5, {"0.1": {"induction": 0.5}})
+        log.write_scores(10, {})
+    assert Recorder.rows == [(5, {"step": 5, "heads/induction/0.1": 0.5})]
+    assert read_metrics(tmp_path, "probes.jsonl") == [{"step": 5, "scores": {"0.1": {"induction": 0.5}}}]

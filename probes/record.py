@@ -126,7 +126,13 @@ class AttentionRecord:
         return torch.cat([weights for _, weights in self.row_blocks(layer, head)])
 
     def row_blocks(self, layer: int, head: int, at_most: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """The map from top to bottom as (rows, weights (rows, T) float32), never more than a few hundred rows at once.
+        """The map from top to bottom as (rows, weights (rows, T) float32); see `bands`."""
+        for rows, columns, weights in self.bands(layer, head, at_most):
+            yield rows, F.pad(weights, (columns.start, self.n_tokens - columns.stop))
+
+    def bands(self, layer: int, head: int, at_most: int | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """The map from top to bottom, never more than a few hundred rows at once, as (rows, columns, weights): only the
+        columns that the mask rule can reach; the rest of the rows is zero.
 
         `at_most` takes only evenly spaced blocks with about that many rows in total, the last row among them.
         ValueError, with layer, head, row and deviation, when a row does not sum to one: then q, k, lse or the rule
@@ -139,33 +145,31 @@ class AttentionRecord:
             starts = sorted({starts[round(x * (len(starts) - 1) / (n_blocks - 1))] for x in range(n_blocks)})
         for start in starts:
             rows = slice(start, min(start + _BLOCK_ROWS, n))
-            # Only the columns that the rule can reach are computed; the rest of the row is zero.
             near = rule.window is not None and rule.n_global == 0
             first = max(0, start - (rule.window or 0) + 1) if near else 0
-            last = rows.stop if rule.causal else n
-            weights = torch.zeros(rows.stop - rows.start, n)
-            weights[:, first:last] = self.block(layer, head, rows, slice(first, last))
+            columns = slice(first, rows.stop if rule.causal else n)
+            weights = self.block(layer, head, rows, columns)
             self._check_sums(layer, head, start, weights)
-            yield rows, weights
+            yield rows, columns, weights
 
     def pooled(self, layer: int, head: int, n_cells: int, how: Literal["max", "mean"] = "max") -> Tensor:
         """The map shrunk to at most n_cells × n_cells: of each cell the largest weight, so that single bright weights
         stay visible, or the mean over its allowed pairs. float32; NaN where the mask forbids every pair of a cell."""
         rule, stride = self.layer_info(layer).rule, -(-self.n_tokens // n_cells)
         n_cells = -(-self.n_tokens // stride)
-        columns = torch.arange(self.n_tokens)
         pooled, counts = torch.zeros(n_cells, n_cells), torch.zeros(n_cells, n_cells)
-        for rows, weights in self.row_blocks(layer, head):
-            i = torch.arange(rows.start, rows.stop)
-            allowed = allowed_pairs(rule, i, columns).float()
-            padding = (0, n_cells * stride - self.n_tokens)
-            weights, allowed = (F.pad(x, padding).unflatten(1, (n_cells, stride)) for x in (weights, allowed))
-            cells = (i // stride)[:, None].expand(-1, n_cells)
-            counts.scatter_add_(0, cells, allowed.sum(-1))
+        for rows, columns, weights in self.bands(layer, head):
+            i, j = torch.arange(rows.start, rows.stop), torch.arange(columns.start, columns.stop)
+            reach = slice(columns.start // stride, -(-columns.stop // stride))  # in cells
+            padding = (columns.start - reach.start * stride, reach.stop * stride - columns.stop)
+            allowed = allowed_pairs(rule, i, j).float()
+            weights, allowed = (F.pad(x, padding).unflatten(1, (-1, stride)) for x in (weights, allowed))
+            cells = (i // stride)[:, None].expand(-1, reach.stop - reach.start)
+            counts[:, reach].scatter_add_(0, cells, allowed.sum(-1))
             if how == "max":
-                pooled.scatter_reduce_(0, cells, weights.amax(-1), "amax")
+                pooled[:, reach].scatter_reduce_(0, cells, weights.amax(-1), "amax")
             else:
-                pooled.scatter_add_(0, cells, weights.sum(-1))
+                pooled[:, reach].scatter_add_(0, cells, weights.sum(-1))
         pooled = pooled if how == "max" else pooled / counts
         return pooled.masked_fill(counts == 0, float("nan"))
 

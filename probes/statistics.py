@@ -59,10 +59,10 @@ def statistics(record: AttentionRecord, layer: int, head: int, *, n_sink: int = 
         columns.append(places[:, None] / n)
     values = torch.cat(columns, dim=1)
     parts: list[list[Tensor]] = []
-    for rows, weights in record.row_blocks(layer, head):
-        i, within = places[rows], weights[:, : rows.stop] if info.rule.causal else weights
-        sums = within @ values[: within.shape[1]]  # (rows, columns)
-        distance = i - n * sums[:, -1] if info.rule.causal else _mean_distance(i, weights)
+    for rows, reach, weights in record.bands(layer, head):
+        i, j = places[rows], places[reach]
+        sums = weights @ values[reach]  # (rows, columns)
+        distance = i - n * sums[:, -1] if info.rule.causal else (weights * (i[:, None] - j).abs()).sum(-1)
         if has_plain_scores:
             q = record.tensor(layer, "q", (head, rows)).float()
             score = info.scale * (q * sums[:, 1 : 1 + record.head_dim]).sum(-1)
@@ -70,11 +70,11 @@ def statistics(record: AttentionRecord, layer: int, head: int, *, n_sink: int = 
                 score = score - info.alibi_slopes[head] * distance
             entropy = record.tensor(layer, "lse", (head, rows)).float() - score
         else:
-            entropy = torch.special.entr(within).sum(-1)
-        confidence, argmax = within.max(-1)
-        reference = _n_allowed(record, layer, rows).log()
-        offset = torch.arange(rows.start, rows.stop) - argmax
-        parts.append([entropy.clamp_min(0), reference, distance.clamp_min(0), sums[:, 0], confidence, offset])
+            entropy = torch.special.entr(weights).sum(-1)
+        confidence, argmax = weights.max(-1)
+        reference = i + 1 if is_plain_causal(info.rule) else allowed_pairs(info.rule, i.long(), j.long()).sum(-1)
+        offset = torch.arange(rows.start, rows.stop) - reach.start - argmax
+        parts.append([entropy.clamp_min(0), reference.log(), distance.clamp_min(0), sums[:, 0], confidence, offset])
     return RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -97,10 +97,10 @@ def received(record: AttentionRecord, layer: int, head: int) -> tuple[Tensor, Te
     columns, rule = torch.arange(record.n_tokens), record.layer_info(layer).rule
     if is_plain_causal(rule):
         counts += record.n_tokens - columns
-    for rows, weights in record.row_blocks(layer, head):
-        sums += weights.sum(0)
+    for rows, reach, weights in record.bands(layer, head):
+        sums[reach] += weights.sum(0)
         if not is_plain_causal(rule):
-            counts += allowed_pairs(rule, torch.arange(rows.start, rows.stop), columns).sum(0)
+            counts[reach] += allowed_pairs(rule, torch.arange(rows.start, rows.stop), columns[reach]).sum(0)
     return (sums / counts).float(), counts.long()
 
 
@@ -153,16 +153,3 @@ def value_norms(record: AttentionRecord, model: GPT, layer: int) -> Tensor:
     values = record.tensor(layer, "v").float()  # (G, T, D)
     parts = weight.unflatten(1, (record.n_head, -1)).transpose(0, 1)  # (H, C, D)
     return torch.stack([(values[record.group(h)] @ parts[h].T).norm(dim=-1) for h in range(record.n_head)])
-
-
-def _n_allowed(record: AttentionRecord, layer: int, rows: slice) -> Tensor:
-    """Number of keys that each of these queries may see, (rows,) float32."""
-    i, rule = torch.arange(rows.start, rows.stop), record.layer_info(layer).rule
-    if is_plain_causal(rule):
-        return (i + 1).float()
-    return allowed_pairs(rule, i, torch.arange(record.n_tokens)).sum(-1).float()
-
-
-def _mean_distance(i: Tensor, weights: Tensor) -> Tensor:
-    """Σ_j A[i, j]·|i - j| (rows,), which is no column of V where both sides are seen."""
-    return (weights * (i[:, None] - torch.arange(weights.shape[1])).abs()).sum(-1)

@@ -1,1 +1,1 @@
-"""Looking at what attention does. Each file is one probe; record.py holds the record that they read."""
+"""Looking at what attention does. record.py holds the record that most probes read; causal/ changes a run instead."""

@@ -290,6 +290,7 @@ def test_a_refusal_leaves_an_earlier_run_where_it_is(resume_, folder, capsys):
 def test_a_ring_of_two_gives_the_losses_and_parameters_of_one(tmp_path):
     """The sequence divided among processes; 22 targets a window of validation text are padded to divide by four."""
     changes = {"attention": "ring", "position": "rope", "n_kv_head": 1, "max_steps": 10, "eval_tokens": 86}
+    changes["interval"] = 5  # looks at the heads take one process, and the other waits
     train(tiny_config(tmp_path, "one", **changes | {"attention": "reference"}))
     results = _two_processes(
         tiny_flags(tmp_path, "ring", block_size=18, **changes),
@@ -298,6 +299,7 @@ def test_a_ring_of_two_gives_the_losses_and_parameters_of_one(tmp_path):
     )
     assert results[1][1] == "code 2\ncode 0\ncode 0\n"
     assert "block_size 18 / (2 · 2 processes) = 4.5: a ring needs a whole number; try 20" in results[0][2]
+    assert [row["step"] for row in read_metrics(tmp_path / "ring", "probes.jsonl")] == [5, 10]
     for got, expected in zip(rows(tmp_path / "ring"), rows(tmp_path / "one"), strict=True):
         assert got == pytest.approx(expected, rel=1e-4)
     for p, q in zip(last(tmp_path / "ring")["model"].values(), last(tmp_path / "one")["model"].values(), strict=True):

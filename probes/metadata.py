@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model.attention.mask import MaskRule
 
@@ -49,6 +50,45 @@ class RecordInfo:
     dtype: str
     layers: tuple[LayerInfo, ...]
     versions: Mapping[str, str]
+
+
+def allowed_pairs(rule: MaskRule, rows: Tensor, columns: Tensor) -> Tensor:
+    """(R, C) booleans: may query rows[r] see key columns[c]?"""
+    return allowed(rule, rows[:, None], columns[None, :])
+
+
+def allowed(rule: MaskRule, i: Tensor, j: Tensor) -> Tensor:
+    """May query i see key j? Positions of any two shapes that broadcast.
+
+    MaskRule.allowed says the same. It is written a second time on purpose: the models' paths use that one, and an
+    error there must not be on both sides of a comparison.
+    """
+    distance = i - j  # negative in the future
+    may_see = distance >= 0 if rule.causal else torch.ones_like(distance, dtype=torch.bool)
+    if rule.window is not None:
+        has_global = (i < rule.n_global) | (j < rule.n_global)
+        may_see = may_see & ((distance > -rule.window) & (distance < rule.window) | has_global)
+    if rule.documents is not None:
+        documents = rule.documents[0]  # (S,): a record holds one text
+        may_see = may_see & (documents[i] == documents[j])
+    return may_see
+
+
+def is_plain_causal(rule: MaskRule) -> bool:
+    """Whether row i sees exactly the i + 1 keys up to its own."""
+    return rule.causal and rule.window is None and rule.documents is None
+
+
+def weigh(info: LayerInfo, head: int, products: Tensor, lse: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Weights, as if every pair were allowed, from the products q_i·k_j, which are overwritten, and the log-sum-exp."""
+    if info.kind == "linear":
+        return products.mul_(torch.exp(-lse))
+    scores = products.mul_(info.scale)
+    if info.softcap > 0:
+        scores = info.softcap * torch.tanh(scores / info.softcap)
+    if info.alibi_slopes is not None:
+        scores = scores - info.alibi_slopes[head] * (i - j).abs()
+    return scores.sub_(lse).exp_()
 
 
 def to_json(info: RecordInfo) -> str:

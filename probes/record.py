@@ -21,8 +21,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.attention.mask import MaskRule
-from probes.metadata import METADATA_KEY, LayerInfo, RecordInfo, check_tensors, choices, from_json, one_line, to_json
+from probes.metadata import (
+    METADATA_KEY,
+    LayerInfo,
+    RecordInfo,
+    allowed,
+    allowed_pairs,
+    check_tensors,
+    choices,
+    from_json,
+    is_plain_causal,
+    one_line,
+    to_json,
+    weigh,
+)
+from probes.statistics import RowStatistics, received, statistics, top_keys
 
 __all__ = ["AttentionRecord", "LayerInfo", "RecordInfo", "allowed_pairs", "replacing"]
 
@@ -96,10 +109,10 @@ class AttentionRecord:
         dtype = torch.promote_types(q.dtype, torch.float32)
         i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(columns.start, columns.stop)[None, :]
         lse, info = self.tensor(layer, "lse", (head, rows))[:, None], self.layer_info(layer)
-        weights = _weigh(info, head, q.to(dtype) @ k.to(dtype).T, lse, i, j)
+        weights = weigh(info, head, q.to(dtype) @ k.to(dtype).T, lse, i, j)
         # Where only the future is forbidden, the columns up to the first query need no look at each pair.
         first = max(0, rows.start - columns.start) if is_plain_causal(info.rule) else 0
-        weights[:, first:].masked_fill_(~_allowed(info.rule, i, j[:, first:]), 0.0)
+        weights[:, first:].masked_fill_(~allowed(info.rule, i, j[:, first:]), 0.0)
         return weights.float()
 
     def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:
@@ -110,8 +123,8 @@ class AttentionRecord:
         products = (q[rows].to(dtype) * k[columns].to(dtype)).sum(-1)
         lse = self.tensor(layer, "lse", (head,))[rows]
         info = self.layer_info(layer)
-        weights = _weigh(info, head, products, lse, rows, columns)
-        return weights.masked_fill(~_allowed(info.rule, rows, columns), 0.0).float()
+        weights = weigh(info, head, products, lse, rows, columns)
+        return weights.masked_fill(~allowed(info.rule, rows, columns), 0.0).float()
 
     def row(self, layer: int, head: int, i: int) -> Tensor:
         """Weights of query i on all keys, (T,) float32. ValueError when they do not sum to one."""
@@ -162,16 +175,28 @@ class AttentionRecord:
             i, j = torch.arange(rows.start, rows.stop), torch.arange(columns.start, columns.stop)
             reach = slice(columns.start // stride, -(-columns.stop // stride))  # in cells
             padding = (columns.start - reach.start * stride, reach.stop * stride - columns.stop)
-            allowed = allowed_pairs(rule, i, j).float()
-            weights, allowed = (F.pad(x, padding).unflatten(1, (-1, stride)) for x in (weights, allowed))
+            may_see = allowed_pairs(rule, i, j).float()
+            weights, may_see = (F.pad(x, padding).unflatten(1, (-1, stride)) for x in (weights, may_see))
             cells = (i // stride)[:, None].expand(-1, reach.stop - reach.start)
-            counts[:, reach].scatter_add_(0, cells, allowed.sum(-1))
+            counts[:, reach].scatter_add_(0, cells, may_see.sum(-1))
             if how == "max":
                 pooled[:, reach].scatter_reduce_(0, cells, weights.amax(-1), "amax")
             else:
                 pooled[:, reach].scatter_add_(0, cells, weights.sum(-1))
         pooled = pooled if how == "max" else pooled / counts
         return pooled.masked_fill(counts == 0, float("nan"))
+
+    def statistics(self, layer: int, head: int, *, n_sink: int = 1) -> RowStatistics:
+        """Entropy, distance, sink mass and more of every row, see `RowStatistics`."""
+        return statistics(self, layer, head, n_sink=n_sink)
+
+    def top_keys(self, layer: int, head: int, i: int, k: int) -> list[tuple[int, float]]:
+        """The k keys that query i looks at most, heaviest first, as (position, weight); fewer when it sees fewer."""
+        return top_keys(self, layer, head, i, k)
+
+    def received(self, layer: int, head: int) -> Tensor:
+        """The attention that each key receives, (T,): its mean over the queries that may see the key."""
+        return received(self, layer, head)[0]
 
     def save(self, path: Path | str) -> None:
         """Writes one safetensors file, beside and renamed: `path` is never half a record. ValueError when it fails."""
@@ -224,45 +249,6 @@ class AttentionRecord:
                 f"layer {layer} head {head} row {first_row + row}: the weights sum to {float(weights[row].sum()):.6f}, "
                 f"{float(deviation[row]):.1e} from 1 (limit {limit:g}); q, k, log-sum-exp and mask do not fit"
             )
-
-
-def allowed_pairs(rule: MaskRule, rows: Tensor, columns: Tensor) -> Tensor:
-    """(R, C) booleans: may query rows[r] see key columns[c]?"""
-    return _allowed(rule, rows[:, None], columns[None, :])
-
-
-def _allowed(rule: MaskRule, i: Tensor, j: Tensor) -> Tensor:
-    """May query i see key j? Positions of any two shapes that broadcast.
-
-    MaskRule.allowed says the same. It is written a second time on purpose: the models' paths use that one, and an
-    error there must not be on both sides of a comparison.
-    """
-    distance = i - j  # negative in the future
-    allowed = distance >= 0 if rule.causal else torch.ones_like(distance, dtype=torch.bool)
-    if rule.window is not None:
-        has_global = (i < rule.n_global) | (j < rule.n_global)
-        allowed = allowed & ((distance > -rule.window) & (distance < rule.window) | has_global)
-    if rule.documents is not None:
-        documents = rule.documents[0]  # (S,): a record holds one text
-        allowed = allowed & (documents[i] == documents[j])
-    return allowed
-
-
-def is_plain_causal(rule: MaskRule) -> bool:
-    """Whether row i sees exactly the i + 1 keys up to its own."""
-    return rule.causal and rule.window is None and rule.documents is None
-
-
-def _weigh(info: LayerInfo, head: int, products: Tensor, lse: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Weights, as if every pair were allowed, from the products q_i·k_j, which are overwritten, and the log-sum-exp."""
-    if info.kind == "linear":
-        return products.mul_(torch.exp(-lse))
-    scores = products.mul_(info.scale)
-    if info.softcap > 0:
-        scores = info.softcap * torch.tanh(scores / info.softcap)
-    if info.alibi_slopes is not None:
-        scores = scores - info.alibi_slopes[head] * (i - j).abs()
-    return scores.sub_(lse).exp_()
 
 
 @contextmanager

@@ -3,12 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from model import GPT
-from probes.record import AttentionRecord, allowed_pairs, is_plain_causal
+from probes.metadata import allowed_pairs, is_plain_causal
+
+if TYPE_CHECKING:
+    from probes.record import AttentionRecord
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class RowStatistics:
         }
 
 
-def statistics(record: AttentionRecord, layer: int, head: int, *, n_sink: int = 1) -> RowStatistics:
+def statistics(record: "AttentionRecord", layer: int, head: int, *, n_sink: int = 1) -> RowStatistics:
     """One pass. What is linear in the row is a column of V in weights @ V: the position, the first `n_sink` keys, and,
     for the entropy H_i = lse_i - Σ_j A[i, j]·score[i, j] = lse_i - scale·q_i·(A K)_i, the keys themselves."""
     info, n = record.layer_info(layer), record.n_tokens
@@ -78,7 +82,7 @@ def statistics(record: AttentionRecord, layer: int, head: int, *, n_sink: int = 
     return RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def top_keys(record: AttentionRecord, layer: int, head: int, i: int, k: int) -> list[tuple[int, float]]:
+def top_keys(record: "AttentionRecord", layer: int, head: int, i: int, k: int) -> list[tuple[int, float]]:
     """The k keys that query i looks at most, heaviest first, as (position, weight); fewer when it may see fewer."""
     if k < 1:
         raise ValueError(f"the top {k} keys; at least 1 can be asked for")
@@ -89,7 +93,7 @@ def top_keys(record: AttentionRecord, layer: int, head: int, i: int, k: int) -> 
     return list(zip(places[order].tolist(), heaviest.tolist(), strict=True))
 
 
-def received(record: AttentionRecord, layer: int, head: int) -> tuple[Tensor, Tensor]:
+def received(record: "AttentionRecord", layer: int, head: int) -> tuple[Tensor, Tensor]:
     """The attention that each key receives: the mean of A[:, j] over the queries that may see j, (T,) float32 (Zhang et
     al. 2023), and the number of those queries."""
     sums = torch.zeros(record.n_tokens, dtype=torch.float64)
@@ -104,7 +108,7 @@ def received(record: AttentionRecord, layer: int, head: int) -> tuple[Tensor, Te
     return (sums / counts).float(), counts.long()
 
 
-def map_difference(a: AttentionRecord, b: AttentionRecord, layer: int, head: int) -> float:
+def map_difference(a: "AttentionRecord", b: "AttentionRecord", layer: int, head: int) -> float:
     """Mean over rows of the share of attention that lies elsewhere, ½ Σ_j |A[i, j] - B[i, j]|: 0 is the same map, 1 is
     no key in common."""
     if a.n_tokens != b.n_tokens:
@@ -113,7 +117,7 @@ def map_difference(a: AttentionRecord, b: AttentionRecord, layer: int, head: int
     return sum(float((x - y).abs().sum()) / 2 for (_, x), (_, y) in blocks) / a.n_tokens
 
 
-def rollout(record: AttentionRecord, rows: Sequence[int], *, model: GPT | None = None) -> Tensor:
+def rollout(record: "AttentionRecord", rows: Sequence[int], *, model: GPT | None = None) -> Tensor:
     """How much of each input token reaches the chosen rows through all layers, (rows, T) float32; sums to one.
 
     Abnar & Zuidema 2020: the product over layers of (Ā + I)/2, Ā the mean over heads, I the residual. From the last
@@ -145,7 +149,7 @@ def rollout(record: AttentionRecord, rows: Sequence[int], *, model: GPT | None =
 
 
 @torch.no_grad()
-def value_norms(record: AttentionRecord, model: GPT, layer: int) -> Tensor:
+def value_norms(record: "AttentionRecord", model: GPT, layer: int) -> Tensor:
     """‖W_O v_j‖ of every head and token, (H, T): the length of what a weight of one would add to the residual."""
     if not record.has_values:
         raise ValueError("norms need a record with values: capture it with --values")

@@ -70,7 +70,9 @@ def test_statistics_are_those_of_explicit_maps(name, n, tmp_path):
         means, counts = received(record, layer, head)
         assert torch.equal(counts, allowed.sum(0))
         torch.testing.assert_close(means.double(), weights.sum(0) / allowed.sum(0), atol=1e-5, rtol=0)
-        top = top_keys(record, layer, head, n - 1, 5)
+        assert torch.equal(record.received(layer, head), means)
+        assert torch.equal(record.statistics(layer, head).entropy, found.entropy)
+        top = record.top_keys(layer, head, n - 1, 5)
         assert [weight for _, weight in top] == pytest.approx(
             weights[-1][allowed[-1]].sort(descending=True).values[:5].tolist(), abs=1e-5
         )

@@ -165,7 +165,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not error <= limit:
             print(f"path {name} is wrong by {error:.1e} (at most {limit:g}): nothing is reported", file=sys.stderr)
             return 1
-
     rows = [fit(row) for row in measure_all(options, names)]
     about = {word: getattr(options, word) for word in ("device", "threads", "heads", "head_dim", "window")}
     if options.json:

@@ -69,9 +69,7 @@ def forbidden_imports(file, tree):
     is_path = file.parts[:2] == ("model", "attention") and file.stem != "__init__"
     path_may_import = {"model.attention.mask"} | ({"model.attention.path"} if file.stem != "mask" else set())
     if file.stem == "path":
-        path_may_import.add(
-            "model.attention"
-        )  # only to word a refusal
+        path_may_import.add("model.attention")  # only to word a refusal
     for name in imported(tree):
         top = name.split(".")[0]
         is_script = top in SCRIPTS and room != "tests"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.cli import exit_on_user_error
+from training.cli import exit_on_user_error, printable
 from training.config import Config, parse_arguments
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_toke
         steps = generate_text(
             model, tokenizer, prompt, n_samples=1, max_new_tokens=n_tokens, sampling=sampling, seed=seed
         )
-        print("sample:", "".join(released[0] for _, released in steps), sep="\n")
+        print("sample:", printable("".join(released[0] for _, released in steps)), sep="\n")
     if config.probe.max_tokens:
         from probes.capture import capture
         from probes.draw import draw_heads

@@ -84,7 +84,10 @@ def prepare(config: DataConfig, *, show_progress: bool = True) -> Corpus:
 def cache_folder(config: DataConfig) -> Path:
     """Where prepared tokens are kept."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "glassgpt"
-    return Path(config.cache_dir or os.environ.get("GLASSGPT_CACHE") or user_cache).expanduser()
+    folder = os.path.expanduser(config.cache_dir or os.environ.get("GLASSGPT_CACHE") or user_cache)
+    if folder.startswith("~"):
+        raise ValueError(f"no home directory is known for {folder}; name a folder with --data.cache_dir")
+    return Path(folder)
 
 
 Entry = tuple[dict[str, Any], Array, Tokenizer]

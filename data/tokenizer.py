@@ -227,7 +227,7 @@ class Gpt2Tokenizer(TiktokenTokenizer):
         except (OSError, ValueError, AssertionError) as error:
             raise VocabularyUnavailable(
                 f"cannot fetch GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder where "
-                "tiktoken has stored it, or choose --data.tokenizer bpe"
+                "tiktoken has stored it, or train with --data.tokenizer bpe"
             ) from None
         super().__init__(encoding)
         self.end_of_text = encoding.eot_token

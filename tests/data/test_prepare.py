@@ -234,6 +234,8 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert prepare_module.cache_folder(DataConfig()) == Path("/d/glassgpt")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert prepare_module.cache_folder(DataConfig()) == Path.home() / ".cache/glassgpt"
+    with pytest.raises(ValueError, match=r"no home directory is known for ~nobody-here/x; .*--data.cache_dir"):
+        prepare_module.cache_folder(DataConfig(cache_dir="~nobody-here/x"))
 
 
 PREPARE = (

@@ -280,4 +280,5 @@ except ValueError as error:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert len(ran.stdout.splitlines()) == 1
     assert "TIKTOKEN_CACHE_DIR" in ran.stdout
+    assert "train with --data.tokenizer bpe" in ran.stdout  # sampling, which also says this, has no such flag
     assert Gpt2Tokenizer.name == "gpt2"

@@ -75,8 +75,6 @@ def forbidden_imports(file, tree):
     room = file.parts[0]
     is_path = file.parts[:2] == ("model", "attention") and file.stem != "__init__"
     path_may_import = PATH_MAY_IMPORT if file.stem != "mask" else set()
-    if file.stem == "path":
-        path_may_import = path_may_import | {"model.attention"}  # only to word a refusal
     for name in imported(tree):
         top = name.split(".")[0]
         is_script = top in SCRIPTS and room != "tests"

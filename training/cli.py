@@ -59,6 +59,8 @@ def exit_on_user_error(main: Callable[_Arguments, int]) -> Callable[_Arguments, 
 
     @functools.wraps(main)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> int:
+        if sys.stdout is None:  # closed by whoever started us
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a model's text may hold what the terminal cannot show
         # Read when torch loads: its threads then wait for work asleep after some microseconds, not spinning. On a busy

@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -101,6 +102,16 @@ def test_errors_of_ours_keep_their_traceback(monkeypatch):
     monkeypatch.setenv("GLASSGPT_DEBUG", "1")
     with pytest.raises(ValueError, match="mine"):
         main(ValueError("mine"))
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch):
+    @exit_on_user_error
+    def main() -> int:
+        with sys.stdout as out:
+            return out.write("text") - 4
+
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main() == 0
 
 
 def test_what_could_steer_a_terminal_is_escaped_and_text_of_any_script_is_not():

@@ -32,8 +32,7 @@ class RunConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto compiles on CUDA only, where it pays for itself."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """Continue from the run directory's checkpoint if there is one; never: move that run aside; must: refuse to start
-    afresh."""
+    """auto continues from a checkpoint if there is one; never moves that run aside; must does not start afresh."""
 
     def __post_init__(self) -> None:
         if not self.dir.strip():

@@ -166,7 +166,7 @@ def test_what_is_prepared_needs_no_vocabulary_from_elsewhere(tmp_path, text, gpt
 
     monkeypatch.undo()
     monkeypatch.setattr("tiktoken.get_encoding", unreachable)
-    monkeypatch.setenv("GLASSGPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("GLASSGPT_CACHE", str(tmp_path / "glassgpt-cache"))
     corpus = prepare(config, show_progress=False)
     assert corpus.tokens.tolist() == tokens
     assert corpus.tokenizer.encode("Hello world") == [15496, 995]

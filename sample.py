@@ -10,7 +10,7 @@ from typing import Literal
 import tyro
 
 from model.config import SamplingConfig
-from training.cli import exit_on_user_error, parse
+from training.cli import exit_on_user_error, parse, printable
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,10 @@ class Arguments:
     def __post_init__(self) -> None:
         if self.prompt and self.prompt_file:
             raise ValueError("give --prompt or --prompt-file, not both")
-        for name in ("max_new_tokens", "n_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        if not 1 <= self.n_samples <= 100_000:
+            raise ValueError(f"n-samples is {self.n_samples}; it must be from 1 to 100000")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
         self.sampling()
@@ -87,12 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         use_cache=arguments.cache,
     )
     is_streamed = arguments.n_samples == 1 and not arguments.json
+    shown = printable if sys.stdout.isatty() else str  # a file or a program gets the very text
     if is_streamed:
-        print(prompt, end="", flush=True)
+        print(shown(prompt), end="", flush=True)
     streams: list[TextStream] = []
     for streams, released in steps:  # noqa: B007
         if is_streamed:
-            print(released[0], end="", flush=True)
+            print(shown(released[0]), end="", flush=True)
     if arguments.json:
         samples = [{"text": s.text, "tokens": s.tokens, "finish": s.finish} for s in streams]
         about = {"run": arguments.run, "checkpoint": run.checkpoint_path.name, "step": run.step}
@@ -101,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print()
     else:
         for i, stream in enumerate(streams, start=1):
-            print(f"--- {i} of {len(streams)}\n{prompt}{stream.text}")
+            print(f"--- {i} of {len(streams)}\n{shown(prompt + stream.text)}")
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.cli import exit_on_user_error
+from training.cli import exit_on_user_error, printable
 from training.config import Config, parse_arguments
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_toke
     plot_losses(directory)
     print(hardware_use(state))
     if config.log.sample_tokens:
-        print("sample:", sample_text(model, tokenizer, config), sep="\n")
+        print("sample:", printable(sample_text(model, tokenizer, config)), sep="\n")
     if config.probe.max_tokens:
         n_tokens = min(config.probe.max_tokens, config.model.block_size)
         tokens = tokenizer.encode(config.probe.text, unknown="skip")[:n_tokens] or val_tokens[:n_tokens].tolist()

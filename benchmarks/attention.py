@@ -1,7 +1,6 @@
 """Time and memory of every attention path as the sequence doubles:  python benchmarks/attention.py -o attention.png
 
-Each path is first compared with `reference` (a path that is no softmax with its own explicit weights); a wrong one is
-named and nothing is reported.
+Each path is first compared with `reference`, or with its own weights when it is no softmax; a wrong one is refused.
 """
 
 import itertools
@@ -67,16 +66,16 @@ def new_path(options: Benchmark, name: str) -> AttentionPath:
     return build(name, window=options.window) if name == "window" else build(name)
 
 
-def new_inputs(options: Benchmark, n_tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and what the gradient of the output shall be."""
+def new_inputs(options: Benchmark, n_tokens: int, *, exact: bool = False) -> list[Tensor]:
+    """q, k, v and what the gradient of the output shall be; `exact` is float64, where the device has it."""
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float64 if exact else torch.float32
     shape = (1, options.heads, n_tokens, options.head_dim)
     return [torch.randn(shape).to(options.device, dtype) for _ in range(4)]
 
 
 def run(attend: Callable[..., Tensor], inputs: Sequence[Tensor], backward: bool) -> list[Tensor]:
     """The output, and with `backward` the gradients of q, k and v."""
-    *qkv, pull = inputs
-    qkv = [x.detach().requires_grad_(backward) for x in qkv]
+    qkv, pull = [x.detach().requires_grad_(backward) for x in inputs[:3]], inputs[3]
     out = attend(*qkv)
     return [out.detach(), *torch.autograd.grad(out, qkv, pull)] if backward else [out]
 
@@ -89,8 +88,7 @@ def error_of(options: Benchmark, name: str) -> float:
     def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return oracle.weights(q, k, rule=path.rule_for(RULE)) @ v
 
-    n_tokens = 2 * options.window + 44  # past the window, and no multiple of a tile
-    inputs = new_inputs(options, n_tokens, torch.float64 if options.device == "cpu" else torch.bfloat16)
+    inputs = new_inputs(options, 2 * options.window + 44, exact=True)  # past the window, and no multiple of a tile
     wanted = run(explicit, [x.double() for x in inputs], backward)
     pairs = zip(run(partial(path, rule=RULE), inputs, backward), wanted, strict=True)
     return max(float((got.double() - right).abs().max() / right.abs().max()) for got, right in pairs)
@@ -100,9 +98,8 @@ def measure(options: Benchmark, name: str, n_tokens: int, backward: bool) -> tup
     """(seconds, bytes beyond the inputs) of one run; the first run tells the memory, the fastest of all the time."""
     torch.set_num_threads(options.threads)
     attend = partial(new_path(options, name), rule=RULE)
-    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    run(attend, new_inputs(options, min(512, n_tokens), dtype), backward)  # libraries load
-    inputs = new_inputs(options, n_tokens, dtype)
+    run(attend, new_inputs(options, min(512, n_tokens)), backward)  # libraries load
+    inputs = new_inputs(options, n_tokens)
     if options.device == "cuda":
         run(attend, inputs, backward)  # kernels compile for this size
         torch.cuda.reset_peak_memory_stats()
@@ -168,7 +165,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not error <= limit:
             print(f"path {name} is wrong by {error:.1e} (at most {limit:g}): nothing is reported", file=sys.stderr)
             return 1
-
     rows = [fit(row) for row in measure_all(options, names)]
     about = {word: getattr(options, word) for word in ("device", "threads", "heads", "head_dim", "window")}
     if options.json:

@@ -59,7 +59,7 @@ def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
     from matplotlib.figure import Figure
 
     directions = list(dict.fromkeys(row["direction"] for row in rows))
-    figure = Figure(figsize=(11, 4.2 * len(directions)), layout="constrained")
+    figure = Figure(figsize=(13, 4.2 * len(directions)), layout="constrained")
     panels = figure.subplots(len(directions), 2, sharex=True, squeeze=False)
     names = list(dict.fromkeys(row["path"] for row in rows))
     for direction, line in zip(directions, panels, strict=True):
@@ -78,5 +78,5 @@ def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
             panel.set(xscale="log", yscale="log", title=f"{title}, {direction}", xlabel="tokens", ylabel=unit)
             panel.set_xticks(sizes if shown else [], [str(n) for n in sizes] if shown else [])
             panel.minorticks_off()
-            panel.legend(fontsize="small")
+            panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(file, dpi=150)

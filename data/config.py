@@ -43,9 +43,10 @@ class DataConfig:
         ):
             if value not in choices:
                 raise ValueError(f"data.{name} is {value!r}; choose from {', '.join(choices)}")
-        if self.bpe_vocab_size < 257:
+        if not 257 <= self.bpe_vocab_size < 2**31:
             raise ValueError(
-                f"data.bpe_vocab_size is {self.bpe_vocab_size}; it must be at least 257 (256 bytes and one merge)"
+                f"data.bpe_vocab_size is {self.bpe_vocab_size}; it must be at least 257 (256 bytes and one merge) and "
+                "below 2^31"
             )
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction is {self.val_fraction}; it must lie between 0 and 1, both excluded")

@@ -20,9 +20,9 @@ from data.config import DataConfig
 from data.pieces import SEPARATOR, Piece, cut_pieces, encode_pieces, join_documents, text_n_bytes
 from data.source import Source
 from data.sources import open_source
-from data.tokenizer import Array, Tokenizer, VocabularyUnavailable, train_tokenizer
+from data.tokenizer import Array, Tokenizer, train_tokenizer
 
-FORMAT = 1  # of the cache entries: tokens.bin, tokenizer.json, header.json
+FORMAT = 2  # of the cache entries: tokens.bin, tokenizer.json, header.json
 VERIFIED_BYTES = 1 << 27  # larger token files are checked by their size only, or every start would read them whole
 STALE_SECONDS = 24 * 3600
 
@@ -84,7 +84,10 @@ def prepare(config: DataConfig, *, show_progress: bool = True) -> Corpus:
 def cache_folder(config: DataConfig) -> Path:
     """Where prepared tokens are kept."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "glassgpt"
-    return Path(config.cache_dir or os.environ.get("GLASSGPT_CACHE") or user_cache).expanduser()
+    folder = os.path.expanduser(config.cache_dir or os.environ.get("GLASSGPT_CACHE") or user_cache)
+    if folder.startswith("~"):
+        raise ValueError(f"no home directory is known for {folder}; name a folder with --data.cache_dir")
+    return Path(folder)
 
 
 Entry = tuple[dict[str, Any], Array, Tokenizer]
@@ -95,8 +98,6 @@ def _cached(folder: Path) -> Entry | None:
         return None
     try:
         return _read_entry(folder)
-    except VocabularyUnavailable:
-        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"prepared tokens in {folder} are damaged ({error}); making them again", file=sys.stderr)
         return None

@@ -6,6 +6,7 @@ Newline policy, for every source: CR LF and a lone CR become a newline, and a le
 import codecs
 import hashlib
 import io
+import os
 from collections.abc import Iterable, Iterator
 from glob import glob
 from pathlib import Path
@@ -61,7 +62,7 @@ def open_source(config: DataConfig) -> Source:
 
 
 def _open_source(config: DataConfig) -> Source:
-    source, path = config.source, Path(config.source).expanduser()
+    source, path = config.source, Path(os.path.expanduser(config.source))
     if source == "pydocs":
         return PydocsSource()
     if source in PRESETS:

@@ -31,10 +31,6 @@ TOKEN_END = re.compile(
 BPE_TRAINING_PIECES = 1024  # of a quarter of a megabyte: more text hardly changes the merges
 
 
-class VocabularyUnavailable(ValueError):
-    """The vocabulary is neither on this machine nor to be had from the network."""
-
-
 class Tokenizer:
     """What all tokenizers share. Subclasses give `encode_array` and `to_dict`."""
 
@@ -101,8 +97,6 @@ class Tokenizer:
             raise ValueError(f"damaged tokenizer: its name is {name!r}; known are {', '.join(kinds)}")
         try:
             return kinds[name](**{key: value for key, value in d.items() if key != "name"})
-        except VocabularyUnavailable:
-            raise
         except (TypeError, ValueError) as error:
             raise ValueError(f"damaged {name} tokenizer: {error}") from None
 
@@ -126,8 +120,6 @@ class Tokenizer:
         """Read what `save` wrote. ValueError names the file when it is missing or damaged."""
         try:
             return Tokenizer.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except VocabularyUnavailable:
-            raise
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"cannot read the tokenizer {os.fspath(path)}: {error}") from None
 
@@ -174,23 +166,13 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(without_surrogates(text).encode(), dtype=np.uint8)
 
 
-class TiktokenTokenizer(Tokenizer):
-    """Byte pairs merged by tiktoken: every text has tokens, and text never becomes a special token."""
-
-    cut = TOKEN_END
-
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        super().__init__([encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)])
-        self._encoding = encoding
-
-    def encode_array(self, text: str, unknown: Unknown = "error") -> Array:  # noqa: ARG002 (nothing is unknown)
-        return self._encoding.encode_to_numpy(without_surrogates(text), disallowed_special=())
-
-
-class BpeTokenizer(TiktokenTokenizer):
-    """Byte pairs learnt from the corpus (Sennrich et al. 2016), by rustbpe."""
+class BpeTokenizer(Tokenizer):
+    """Byte pairs learnt from the corpus (Sennrich et al. 2016) by rustbpe, merged by tiktoken. Every text has tokens,
+    and text never becomes a special token."""
 
     name = "bpe"
+    cut = TOKEN_END
+    special_tokens: ClassVar[tuple[str, ...]] = ()  # the end of a text; they follow the learnt tokens
 
     def __init__(self, pattern: str, tokens: list[str]) -> None:
         """`tokens` are base64, in the order of their ids, which is the order of merging."""
@@ -199,8 +181,14 @@ class BpeTokenizer(TiktokenTokenizer):
         ranks = {base64.b64decode(token, validate=True): rank for rank, token in enumerate(tokens)}
         if len(ranks) != len(tokens) or b"" in ranks or not all(bytes([byte]) in ranks for byte in range(256)):
             raise ValueError("its tokens are not distinct, or lack some of the 256 bytes")
-        super().__init__(tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}))
+        special = {text: len(tokens) + i for i, text in enumerate(self.special_tokens)}
+        super().__init__([*ranks, *(text.encode() for text in special)])
+        self._encoding = tiktoken.Encoding(self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        self.end_of_text = len(tokens) if special else None
         self._state = {"name": self.name, "pattern": pattern, "tokens": tokens}
+
+    def encode_array(self, text: str, unknown: Unknown = "error") -> Array:  # noqa: ARG002 (nothing is unknown)
+        return self._encoding.encode_to_numpy(without_surrogates(text), disallowed_special=())
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BpeTokenizer":
@@ -216,21 +204,24 @@ class BpeTokenizer(TiktokenTokenizer):
         return dict(self._state)
 
 
-class Gpt2Tokenizer(TiktokenTokenizer):
-    """GPT-2's 50,257 tokens (Radford et al. 2019)."""
+class Gpt2Tokenizer(BpeTokenizer):
+    """GPT-2's 50,257 tokens (Radford et al. 2019). Like any other it holds its vocabulary: only training fetches it."""
 
     name = "gpt2"
+    special_tokens = ("<|endoftext|>",)
 
-    def __init__(self) -> None:
+    @classmethod
+    def fetch(cls) -> "Gpt2Tokenizer":
+        """From tiktoken, which needs the network once. ValueError names the way out."""
         try:
             encoding = tiktoken.get_encoding("gpt2")
         except (OSError, ValueError, AssertionError) as error:
-            raise VocabularyUnavailable(
+            raise ValueError(
                 f"cannot fetch GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder where "
                 "tiktoken has stored it, or choose --data.tokenizer bpe"
             ) from None
-        super().__init__(encoding)
-        self.end_of_text = encoding.eot_token
+        tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
+        return cls(encoding._pat_str, [base64.b64encode(token).decode() for token in tokens])
 
 
 def train_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> Tokenizer:
@@ -244,7 +235,7 @@ def train_tokenizer(config: DataConfig, texts: Callable[[], Iterable[str]]) -> T
         return CharTokenizer("".join(sorted(characters)))
     if config.tokenizer == "bpe":
         return BpeTokenizer.train(islice(texts(), BPE_TRAINING_PIECES), config.bpe_vocab_size)
-    return ByteTokenizer() if config.tokenizer == "byte" else Gpt2Tokenizer()
+    return ByteTokenizer() if config.tokenizer == "byte" else Gpt2Tokenizer.fetch()
 
 
 def n_cores() -> int:

@@ -1,6 +1,7 @@
 """What GPT() and generate() need to know, checked once. Imports no torch."""
 
 import math
+import os
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -82,7 +83,7 @@ class ModelConfig:
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f"model.rope_base is {self.rope_base}; it must be above 1")
         if self.n_embd % self.n_head:
-            sizes = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
+            sizes = [n for n in range(1, min(self.n_embd, 10_000) + 1) if self.n_embd % n == 0]
             nearest = sorted(sorted(sizes, key=lambda n: abs(n - self.n_head))[:4])
             raise ValueError(
                 f"model.n_embd {self.n_embd} / model.n_head {self.n_head} is no whole head_dim; "
@@ -118,6 +119,20 @@ class ModelConfig:
     def kv_heads(self) -> int:
         """G, the number of key-value heads."""
         return self.n_kv_head or self.n_head
+
+    def check_memory(self) -> None:
+        """ValueError when not even the parameters fit this machine, before anything is allocated: embeddings and two
+        square matrices a layer, which every model has, in float32."""
+        if not hasattr(os, "sysconf"):
+            return
+        n_rows = self.vocab_size + (self.block_size if self.position == "learned" else 0)
+        needed = 4 * self.n_embd * (n_rows + 2 * self.n_layer * self.n_embd)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > memory:
+            raise ValueError(
+                f"a model of n_layer {self.n_layer}, n_embd {self.n_embd}, block_size {self.block_size} and vocab_size "
+                f"{self.vocab_size} takes at least {needed >> 30:,} GiB; this machine has {memory >> 30}"
+            )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from model.gpt import GPT
 def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
     """(B, V) -> (B, V): -inf for the tokens that must not be drawn. At least one token of each row stays."""
     if config.temperature > 0:
-        logits = logits / config.temperature
+        logits = logits / max(config.temperature, 1e-30)  # below, float32 would divide by zero; this is argmax already
     if 0 < config.top_k < logits.shape[-1]:
         kth = logits.topk(config.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
@@ -22,6 +22,7 @@ def filter_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
         probabilities = ordered.softmax(-1)
         # A token goes when those before it already reach p; the first one never goes.
         reached = probabilities.cumsum(-1) - probabilities >= config.top_p
+        reached[:, 0] = False  # also where p is too small for float32
         logits = logits.masked_fill(reached.scatter(-1, order, reached), -math.inf)
     if config.min_p > 0:
         probabilities = logits.softmax(-1)

@@ -26,6 +26,7 @@ class GPT(nn.Module):
         super().__init__()
         if config.vocab_size < 1:
             raise ValueError("model.vocab_size is 0; a GPT needs the size of its tokenizer's vocabulary")
+        config.check_memory()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
         if config.position == "learned":

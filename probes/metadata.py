@@ -4,6 +4,7 @@ Stored as one JSON string in the metadata of the safetensors file.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -105,7 +106,7 @@ def to_json(info: RecordInfo) -> str:
 
 def from_json(text: str) -> RecordInfo:
     """Inverse of to_json. ValueError for another format version or base; any of KeyError, TypeError, ValueError,
-    AttributeError, RecursionError when the string is damaged."""
+    AttributeError, RecursionError, OverflowError when the string is damaged."""
     fields = json.loads(text)
     version, base = fields.pop("format_version"), fields.pop("lse_base")
     if version != FORMAT_VERSION:
@@ -119,11 +120,17 @@ def from_json(text: str) -> RecordInfo:
             rule["documents"] = torch.tensor(rule["documents"]).unsqueeze(0)
         slopes = layer.pop("alibi_slopes")
         slopes = None if slopes is None else tuple(map(float, slopes))
+        layer |= {"scale": float(layer["scale"]), "softcap": float(layer["softcap"])}
         layers.append(LayerInfo(**layer, rule=MaskRule(**rule), alibi_slopes=slopes))
-    if not layers or not all(type(layer.index) is int and layer.scale * 0 == 0 for layer in layers):
+    if not layers or not all(
+        type(layer.index) is int and math.isfinite(layer.scale + layer.softcap) for layer in layers
+    ):
         raise ValueError("no usable layers")
     if unknown := {layer.kind for layer in layers} - {"softmax", "linear"}:
         raise ValueError(f"a layer of kind {min(unknown)}; this program reads softmax and linear")
+    shown = [fields["dtype"], *(name for layer in layers for name in (layer.path, layer.kernel))]
+    if type(fields["step"]) is not int or not all(isinstance(name, str) and name.isprintable() for name in shown):
+        raise ValueError("a step or name that cannot be shown")  # it could steer the terminal
     token_bytes = tuple(bytes.fromhex(part) for part in fields.pop("token_bytes"))
     ids, texts = tuple(map(int, fields.pop("token_ids"))), tuple(map(str, fields.pop("token_texts")))
     return RecordInfo(**fields, token_ids=ids, token_texts=texts, token_bytes=token_bytes, layers=tuple(layers))

@@ -225,7 +225,15 @@ class AttentionRecord:
         try:
             info = from_json(metadata[METADATA_KEY])
             check_tensors(file, info)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+            SafetensorError,
+        ) as error:
             raise ValueError(f"{path} is a damaged attention record ({one_line(error)})") from None
         return cls(info, file)
 

@@ -384,10 +384,8 @@ def test_claim_15_a_window_and_a_state_make_time_linear():
 
     def n_flops(path, n, rule):
         q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
-        with (
-            FlopCounterMode(display=False) as counter,
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # the fused one hides its products
+        # The fused kernel hides its products from the counter.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             path(q, k, v, rule=rule).sum().backward()
         return counter.get_total_flops()
 

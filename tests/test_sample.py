@@ -236,7 +236,8 @@ def test_rows_that_pad_the_vocabulary_are_never_sampled(flags, tmp_path, sample_
     ("flags", "fragment"),
     [
         (["--max-new-tokens", "0"], "max-new-tokens is 0; it must be at least 1"),
-        (["--n-samples", "0"], "n-samples is 0; it must be at least 1"),
+        (["--n-samples", "0"], "n-samples is 0; it must be from 1 to 100000"),
+        (["--n-samples", "1000000000000"], "n-samples is 1000000000000; it must be from 1 to 100000"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--temperature", "inf"], "temperature is inf"),

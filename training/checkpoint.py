@@ -23,6 +23,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from model import GPT
+from training.cli import one_line
 from training.config import Config
 
 if TYPE_CHECKING:
@@ -126,9 +127,13 @@ def restore(config: Config, state: "TrainState", corpus: "Corpus", say: Callable
             say(f"moved the earlier {directory} to {move_aside(directory)}")
     content = load_for_resume(directory, config, corpus.tokenizer)
     if content is not None:
-        state.load(content)
+        try:
+            state.load(content)
+        except Exception as error:  # a training state of another kind can fail in any way
+            reason = one_line(f"{type(error).__name__}: {error}")[:120]
+            raise ValueError(f"cannot resume from {directory} ({reason}); --run.resume never starts afresh") from error
         say(f"resuming {directory} after step {state.step}")
-        if content["data_fingerprint"] != corpus.fingerprint:
+        if content.get("data_fingerprint") != corpus.fingerprint:
             say("note: the training text is not the one that this run began with")
     elif resume == "must":
         raise ValueError(f"run.resume is must, but {directory} holds no checkpoint; --run.resume auto would start one")
@@ -156,7 +161,7 @@ def _load_first(directory: Path, names: Iterable[str]) -> tuple[Path, dict[str, 
         try:
             content = _load(path)
         except Exception as error:  # a damaged file can fail in any way
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = one_line(str(error).partition("\n")[0] or type(error).__name__)
             damaged.append(f"{path} is damaged ({reason[:120]})")
             continue
         if damaged:
@@ -179,6 +184,8 @@ def _load(path: Path) -> dict[str, Any]:
         missing |= {"training"} - set(content)
     if missing:
         raise ValueError(f"lacks {', '.join(sorted(missing))}")
+    if not (type(content["step"]) is int and type(content["val_loss"]) is float):
+        raise ValueError("its step or its loss is no number")
     return content
 
 

@@ -27,18 +27,28 @@ def parse(form: type[_T], arguments: Sequence[str] | None, prog: str, **options:
     except SystemExit as exit_:
         if not exit_.code:
             raise
-    raise ValueError(f"{_one_line(complaint.getvalue())}; see {prog} --help")
+    raise ValueError(f"{_unframed(complaint.getvalue())}; see {prog} --help")
 
 
-def _one_line(box: str) -> str:
+def _unframed(box: str) -> str:
     """tyro's framed message as a line: without the frame, its title and its last hint, and of the options that it
     proposes only the names."""
-    text = " ".join(re.sub("[╭╮╰╯│─]", " ", box).split("\n", 1)[-1].split())
+    text = " ".join(re.sub("[╭╮╰╯│─]|-{9,}", " ", box).split("\n", 1)[-1].split())
     text = re.split(r"For full helptext|Argument helptext:", text)[0]
-    text, _, proposals = text.partition("Perhaps you meant:")
-    names = re.findall(r"(?<!\S)--[\w.-]+", proposals)
+    text, *proposed = re.split("Perhaps you meant:|Arguments similar to", text)
+    names = re.findall(r"(?<!\S)--[\w.-]+(?!\S)", " ".join(proposed))
     text = re.sub(r"^(\w+): (?=\1\.)", "", text.strip().removeprefix("Error parsing "))
     return f"{text}; perhaps you meant {' or '.join(names[:3])}" if names else text
+
+
+def printable(text: str) -> str:
+    """The text for a terminal: what could steer it, or hide, is escaped; line ends and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(error: object) -> str:
+    """The message of an error, which may quote a hostile file."""
+    return printable(" ".join(str(error).split()))
 
 
 def exit_on_user_error(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
@@ -49,6 +59,8 @@ def exit_on_user_error(main: Callable[_Arguments, int]) -> Callable[_Arguments, 
 
     @functools.wraps(main)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> int:
+        if sys.stdout is None:  # closed by whoever started us
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a model's text may hold what the terminal cannot show
         # Read when torch loads: its threads then wait for work asleep after some microseconds, not spinning. On a busy
@@ -61,10 +73,16 @@ def exit_on_user_error(main: Callable[_Arguments, int]) -> Callable[_Arguments, 
             # The reader of our output (head, less) has gone; Python would complain once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, OverflowError) as error:  # the last: a number beyond what a processor can hold
             if os.environ.get("GLASSGPT_DEBUG"):
                 raise
-            print(f"{script}: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"{script}: {one_line(error)}", file=sys.stderr)
+            return 2
+        except (MemoryError, RuntimeError) as error:  # torch has no class of its own for what a CPU cannot hold
+            is_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
+            if os.environ.get("GLASSGPT_DEBUG") or not is_memory:
+                raise
+            print(f"{script}: {one_line(error)[:200]}: more than this machine can hold at once", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print(f"{script}: interrupted", file=sys.stderr)

@@ -32,8 +32,7 @@ class RunConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto compiles on CUDA only, where it pays for itself."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """Continue from the run directory's checkpoint if there is one; never: move that run aside; must: refuse to start
-    afresh."""
+    """auto continues from a checkpoint if there is one; never moves that run aside; must does not start afresh."""
 
     def __post_init__(self) -> None:
         if not self.dir.strip():
@@ -101,7 +100,8 @@ class TrainConfig:
     """Steps between checkpoints; the last step is always saved."""
 
     def __post_init__(self) -> None:
-        positive = ("max_steps", "batch_size", "log_interval", "eval_interval", "checkpoint_interval")
+        _check_range("train", self, {"batch_size": "at least 1 and below 2^31"}, lambda x: 1 <= x < 2**31)
+        positive = ("max_steps", "log_interval", "eval_interval", "checkpoint_interval")
         _check_range("train", self, dict.fromkeys(positive, "at least 1"), lambda x: x >= 1)
         others = ("stop_at", "micro_batch_size", "eval_tokens")
         _check_range("train", self, dict.fromkeys(others, "0 or more"), lambda x: x >= 0)
@@ -178,7 +178,7 @@ class Config:
         share = batch_size // world_size
         micro = self.train.micro_batch_size or share
         if share % micro:
-            divisors = [n for n in range(1, share + 1) if share % n == 0]
+            divisors = [n for n in range(1, min(share, 10_000) + 1) if share % n == 0]
             raise ValueError(
                 f"train.batch_size {batch_size} / {world_size} process(es) / train.micro_batch_size {micro} = "
                 f"{share / micro:g} micro-steps: not whole; micro_batch_size could be {', '.join(map(str, divisors))}"
@@ -205,7 +205,13 @@ class Config:
             sections = get_type_hints(cls)
             if unknown := set(values) - set(sections):
                 raise KeyError(*sorted(unknown))
-            return cls(**{name: section(**values[name]) for name, section in sections.items()})
+            config = cls(**{name: section(**values[name]) for name, section in sections.items()})
+            for name, section in sections.items():
+                for key, value in values[name].items():  # a file that is not ours may hold anything
+                    kind = type(getattr(section, key))
+                    if type(value) not in ((int, float) if kind is float else (kind,)):
+                        raise TypeError(f"{name}.{key} is {value!r}")
+            return config
         except (KeyError, TypeError) as error:
             raise ValueError(f"this configuration is not one of this version of glassgpt: {error}") from error
 
@@ -257,7 +263,7 @@ def _as_flags(file: Path) -> list[str]:
     except OSError as error:
         known = ", ".join(sorted(str(path) for path in Path("configs").glob("*.toml"))) or "none"
         raise ValueError(f"cannot be read ({error.strerror}); configurations here: {known}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no valid TOML: {error}") from error
     flags: list[str] = []
     for section, values in table.items():

@@ -66,7 +66,7 @@ class TrainState:
         self.loader.load_state_dict(training["loader"])
         self.scaler.load_state_dict(training["scaler"])
         for name in _NUMBERS:
-            setattr(self, name, content[name])
+            setattr(self, name, type(getattr(self, name))(content[name]))
         if len(training["rng"]) == self.runtime.world_size:
             rng = training["rng"][self.runtime.rank]
             torch.set_rng_state(rng["cpu"])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probes.pictures.labels import distinct, escape_missing, fonts_for, labels
+from probes.pictures.labels import cell_len, distinct, escape_missing, fit, fonts_for, labels
 from probes.record import AttentionRecord, replacing
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ PICTURE_SUFFIXES = (".png", ".svg")
 _DPI = 150
 _MOST_CELLS = 512  # each cell keeps at least two pixels, so that no single bright one falls between pixels
 _MOST_LABELS = 64
+_LONGEST_LABEL = 40  # columns
 FORBIDDEN = "#d8d8d8"
 # (weight, colour): luminance falls all the way. Small weights get more than their share of it, because a row divides
 # one unit among all its keys; the colour bar shows the division.
@@ -40,7 +41,7 @@ def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) 
     if is_labelled:
         names = distinct(labels(record.info.token_bytes, record.info.token_ids))
         fonts, drawable = fonts_for(names)
-        names = [escape_missing(name, drawable) for name in names]
+        names = [escape_missing(fit(name, min(cell_len(name), _LONGEST_LABEL)), drawable) for name in names]
         text: dict[str, Any] = {"fontsize": 8, "fontfamily": fonts, "parse_math": False}
         # Short names stand upright; long ones would run into each other.
         upright = max(map(len, names)) * 0.09 < side / n

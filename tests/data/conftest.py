@@ -30,4 +30,4 @@ def gpt2(tmp_path_factory):
     shutil.copytree(stored, copy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(copy))
-        yield Gpt2Tokenizer()
+        yield Gpt2Tokenizer.fetch()

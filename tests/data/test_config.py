@@ -12,6 +12,10 @@ from data.config import DataConfig
         ({"source": " "}, "data.source is empty"),
         ({"tokenizer": "word"}, "data.tokenizer is 'word'; choose from char, byte, bpe, gpt2"),
         ({"order": "shuffled"}, "data.order is 'shuffled'; choose from random, sequential"),
+        (
+            {"bpe_vocab_size": 2**31},
+            "data.bpe_vocab_size is 2147483648; it must be at least 257 (256 bytes and one merge) and below 2^31",
+        ),
         ({"bpe_vocab_size": 256}, "data.bpe_vocab_size is 256; it must be at least 257"),
         ({"val_fraction": 0.0}, "data.val_fraction is 0.0; it must lie between 0 and 1"),
         ({"val_fraction": 1.0}, "data.val_fraction is 1.0"),

@@ -71,8 +71,7 @@ def test_the_entry_describes_itself(text, tmp_path):
 
 
 def test_gpt2_tokens_with_an_end_of_text_between_files(gpt2, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.tokenizer.Gpt2Tokenizer.__new__", lambda _: gpt2)
-    monkeypatch.setattr("data.tokenizer.Gpt2Tokenizer.__init__", lambda _: None)
+    monkeypatch.setattr("data.tokenizer.Gpt2Tokenizer.fetch", lambda: gpt2)
     (tmp_path / "set").mkdir()
     (tmp_path / "set/a.txt").write_text("one")
     (tmp_path / "set/b.txt").write_text("two\n")
@@ -157,19 +156,23 @@ def test_a_damaged_entry_is_made_again_with_a_notice(text, tmp_path, capsys, dam
     assert capsys.readouterr().err == ""
 
 
-def test_an_unavailable_vocabulary_is_no_damage(tmp_path, text, gpt2, monkeypatch, capsys):
+def test_what_is_prepared_needs_no_vocabulary_from_elsewhere(tmp_path, text, gpt2, monkeypatch, capsys):
     config = DataConfig(source=str(text), tokenizer="gpt2")
-    monkeypatch.setattr("tiktoken.get_encoding", lambda _: gpt2._encoding)
-    prepare(config, show_progress=False)
+    monkeypatch.setattr("data.tokenizer.Gpt2Tokenizer.fetch", lambda: gpt2)
+    tokens = prepare(config, show_progress=False).tokens.tolist()
 
     def unreachable(_):
         raise ConnectionError
 
+    monkeypatch.undo()
     monkeypatch.setattr("tiktoken.get_encoding", unreachable)
+    monkeypatch.setenv("GLASSGPT_CACHE", str(tmp_path / "glassgpt-cache"))
+    corpus = prepare(config, show_progress=False)
+    assert corpus.tokens.tolist() == tokens
+    assert corpus.tokenizer.encode("Hello world") == [15496, 995]
     with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
-        prepare(config, show_progress=False)
+        prepare(DataConfig(source=__file__, tokenizer="gpt2"), show_progress=False)
     assert capsys.readouterr().err == ""
-    assert len(entries(tmp_path)[0]) == 1
 
 
 def test_settings_and_content_make_their_own_entries(text, tmp_path):
@@ -234,6 +237,8 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert prepare_module.cache_folder(DataConfig()) == Path("/d/glassgpt")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert prepare_module.cache_folder(DataConfig()) == Path.home() / ".cache/glassgpt"
+    with pytest.raises(ValueError, match=r"no home directory is known for ~nobody-here/x; .*--data.cache_dir"):
+        prepare_module.cache_folder(DataConfig(cache_dir="~nobody-here/x"))
 
 
 PREPARE = (

@@ -125,6 +125,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, monkeypatch):
     assert "no such file or folder" in refusal("folder/absent.txt")
     assert "no such file or folder" in refusal("a\0b")
     assert "no such file or folder" in refusal("word")
+    assert "no such file or folder" in refusal("~nobody-here/x")
     assert "no file matches" in refusal("books/*.txt")
     assert "cannot read --data.source" in refusal("x" * 5000)
     assert "--data.encoding 'utf-9' is unknown" in refusal("a.txt", encoding="utf-9")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from data.config import DataConfig
 from data.pieces import cut_pieces, encode_pieces, join_documents
-from data.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, Gpt2Tokenizer, Tokenizer, train_tokenizer
+from data.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, Tokenizer, train_tokenizer
 
 TEXT = "the cat sat on the mat, and the dog's bone is 1234 years old.\n\n  苹果发布了新产品。他吃了一个苹果。\n" * 20
 BPE = BpeTokenizer.train([TEXT], 300)
@@ -143,8 +143,12 @@ def test_plain_data_round_trip(tokenizer, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ""] == ["t.json"]
 
 
-def test_gpt2_is_stored_by_its_name(gpt2):
-    assert gpt2.to_dict() == {"name": "gpt2"}
+def test_gpt2_holds_its_vocabulary_and_needs_no_file_of_tiktoken(gpt2, monkeypatch):
+    stored = json.loads(json.dumps(gpt2.to_dict()))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda _: pytest.fail("fetched"))
+    again = Tokenizer.from_dict(stored)
+    assert (again.name, again.vocab_size, again.end_of_text, again.hash) == ("gpt2", 50257, 50256, gpt2.hash)
+    assert again.encode("Hello world <|endoftext|>") == gpt2.encode("Hello world <|endoftext|>")
 
 
 def test_the_hash_tells_vocabularies_apart():
@@ -270,9 +274,9 @@ def test_no_network_and_no_vocabulary_names_the_way_out(tmp_path):
         ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9"
     )
     code = """
-from data.tokenizer import Tokenizer
+from data.tokenizer import Gpt2Tokenizer
 try:
-    Tokenizer.from_dict({"name": "gpt2"})
+    Gpt2Tokenizer.fetch()
 except ValueError as error:
     print(error)
 """
@@ -280,4 +284,4 @@ except ValueError as error:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert len(ran.stdout.splitlines()) == 1
     assert "TIKTOKEN_CACHE_DIR" in ran.stdout
-    assert Gpt2Tokenizer.name == "gpt2"
+    assert "choose --data.tokenizer bpe" in ran.stdout

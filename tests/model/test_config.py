@@ -100,6 +100,18 @@ def test_model_needs_a_vocabulary():
         GPT(ModelConfig())
 
 
+@pytest.mark.parametrize("name", ["n_layer", "n_embd", "block_size", "vocab_size"])
+def test_a_model_larger_than_the_machine_is_refused_before_anything_is_allocated(name):
+    sizes = {"vocab_size": 5, "n_head": 1, name: 10**12}
+    with pytest.raises(ValueError, match=rf"{name} 1000000000000.* takes at least [\d,]+ GiB; this machine has \d+"):
+        GPT(ModelConfig(**sizes))
+
+
+def test_heads_that_do_not_fit_a_huge_width_are_refused_at_once():
+    with pytest.raises(ValueError, match=r"n_head could be 1, 2, 4, 5$"):
+        ModelConfig(n_embd=10**18, n_head=3)
+
+
 def test_config_is_frozen():
     with pytest.raises(FrozenInstanceError):
         ModelConfig().n_layer = 3

@@ -75,6 +75,13 @@ def test_the_likeliest_token_always_stays(logits, temperature, top_k, top_p, min
         assert math.isclose(row[token].item(), logits[token] / temperature, rel_tol=1e-12)
 
 
+def test_values_too_small_for_float32_keep_the_likeliest_token():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5e4, -5e4, 0.0]])
+    for tiny in (1e-30, 1e-300, 5e-324):
+        for options in ({"temperature": tiny}, {"top_p": tiny}, {"temperature": tiny, "top_p": tiny, "min_p": tiny}):
+            assert draw(logits, SamplingConfig(**options)).tolist() == [1, 0]
+
+
 def test_filters_apply_in_the_documented_order():
     """Probabilities 0.4, 0.3, 0.2, 0.1. Top-k 2 leaves 4/7 and 3/7, of which top-p 0.5 keeps one; without top-k
     it keeps two. A temperature of 1/2 squares the odds first: 16/30 alone reaches one half."""

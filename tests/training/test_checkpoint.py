@@ -32,12 +32,9 @@ def folder(trained, tmp_path):
 
 
 def resume(folder: Path):
+    characters = "".join(sorted(set((folder / "text.txt").read_text())))
     config = tiny_config(folder, vocab_size=18, max_steps=6)
-    return load_for_resume(folder / "run", config, CharTokenizer(_characters(folder)))
-
-
-def _characters(folder: Path) -> str:
-    return "".join(sorted(set((folder / "text.txt").read_text())))
+    return load_for_resume(folder / "run", config, CharTokenizer(characters))
 
 
 # Ways to damage a file: each takes the path and what was in it.
@@ -122,7 +119,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(damage, folde
     assert (folder / "run" / "damaged.pt").exists()
     assert load_run(folder / "run", "last").step == 3
 
-    capsys.readouterr()
     whole = previous.read_bytes()
     last.write_bytes(whole)
     for file in (last, previous):
@@ -154,12 +150,11 @@ def test_no_flipped_bit_goes_unnoticed(folder):
     last = folder / "run" / "last.pt"
     (folder / "run" / "previous.pt").unlink()
     content, whole = last.read_bytes(), resume(folder)
-    config, tokenizer = tiny_config(folder, vocab_size=18), CharTokenizer(_characters(folder))
     generator, n_caught = np.random.default_rng(0), 0
     for at in generator.integers(0, len(content), 60):
         last.write_bytes(content[:at] + bytes([content[at] ^ 1 << generator.integers(8)]) + content[at + 1 :])
         try:
-            got = load_for_resume(folder / "run", config, tokenizer)
+            got = resume(folder)
         except ValueError as error:
             assert "last.pt is damaged" in str(error)  # noqa: PT017
             n_caught += 1

@@ -3,13 +3,14 @@
 import importlib
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 import pytest
 
 from tests.tiny import REPOSITORY, finish, start, tiny_config, tiny_flags
 from train import main, train
-from training.cli import exit_on_user_error, parse
+from training.cli import exit_on_user_error, parse, printable
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ def test_a_mistake_is_one_line_that_names_it(arguments, expected, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_mistake_reads_the_same_where_the_terminal_knows_ascii_only(encoding):
+    code = "from training.config import parse_arguments; parse_arguments({!r}, 'train.py')"
+    _, _, err = finish(start("-c", code.format(["--model.n_layr", "3", "--zap"]), PYTHONIOENCODING=encoding))
+    told = "ValueError: Unrecognized options: --model.n_layr, 3, --zap; perhaps you meant --model.n_layer"
+    assert err.splitlines()[-1].startswith(told)
+    assert "----" not in err.splitlines()[-1]
+
+
 def test_help_exits_with_code_0(capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(Form, ["--help"], "prog.py")
@@ -53,11 +63,19 @@ def test_help_exits_with_code_0(capsys):
     assert "A colour." in capsys.readouterr().out
 
 
+TOO_MUCH = ": more than this machine can hold at once\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
         (ValueError("too\n   long"), 2, "test_cli.py: too long\n"),
         (FileNotFoundError(2, "No such file", "x.txt"), 2, "test_cli.py: [Errno 2] No such file: 'x.txt'\n"),
+        (ValueError("a\x1b]0;b\x07 \u202ec\udcff"), 2, "test_cli.py: a\\x1b]0;b\\x07 \\u202ec\\udcff\n"),
+        (OverflowError("int too large"), 2, "test_cli.py: int too large\n"),
+        (MemoryError("Unable to allocate 9 TiB"), 2, f"test_cli.py: Unable to allocate 9 TiB{TOO_MUCH}"),
+        (RuntimeError("x: can't allocate memory: 9 B"), 2, f"test_cli.py: x: can't allocate memory: 9 B{TOO_MUCH}"),
+        (RuntimeError("CUDA out of memory."), 2, f"test_cli.py: CUDA out of memory.{TOO_MUCH}"),
         (KeyboardInterrupt(), 130, "test_cli.py: interrupted\n"),
     ],
 )
@@ -79,9 +97,27 @@ def test_errors_of_ours_keep_their_traceback(monkeypatch):
 
     with pytest.raises(ZeroDivisionError):
         main(ZeroDivisionError())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(RuntimeError("CUDA error: an illegal memory access was encountered"))
     monkeypatch.setenv("GLASSGPT_DEBUG", "1")
     with pytest.raises(ValueError, match="mine"):
         main(ValueError("mine"))
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch):
+    @exit_on_user_error
+    def main() -> int:
+        with sys.stdout as out:
+            return out.write("text") - 4
+
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main() == 0
+
+
+def test_what_could_steer_a_terminal_is_escaped_and_text_of_any_script_is_not():
+    assert printable("a\x1b[2J\x9b\x07\r\0\u202e\x7f") == r"a\x1b[2J\x9b\x07\r\x00\u202e\x7f"
+    text = "苹果 é 😀\t\n"
+    assert printable(text) == text
 
 
 _SCRIPT = """

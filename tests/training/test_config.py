@@ -96,6 +96,7 @@ def test_a_wrong_setting_is_refused_alike_in_a_file_and_as_a_flag(setting, fragm
     ("text", "fragment"),
     [
         ("[train]\nmax_steps = ", "no valid TOML"),
+        ("x = " + "[" * 5000, "no valid TOML"),
         ("max_steps = 3", "outside a section"),
         ("[train]\nmax_steps = [1, 2]", "train.max_steps"),
         ("[train.max_steps]\nn = 2", "train.max_steps"),
@@ -142,7 +143,8 @@ _OUT_OF_RANGE = {
         "grad_clip": [-1.0, math.nan],
     },
     TrainConfig: {
-        **{n: [0, -1] for n in ("max_steps", "batch_size", "log_interval", "eval_interval", "checkpoint_interval")},
+        **{n: [0, -1] for n in ("max_steps", "log_interval", "eval_interval", "checkpoint_interval")},
+        "batch_size": [0, -1, 2**31],
         **{n: [-1] for n in ("stop_at", "micro_batch_size", "eval_tokens")},
     },
     LogConfig: {"sample_tokens": [-1]},
@@ -213,6 +215,9 @@ def test_from_dict_is_the_inverse_of_to_dict_also_through_json():
         (lambda values: values["train"].update(max_steps="many"), "str"),
         (lambda values: values["train"].update(max_steps=0), "train.max_steps is 0"),
         (lambda values: values.update(train=None), "train"),
+        (lambda values: values["model"].update(n_layer=2.0), "model.n_layer is 2.0"),
+        (lambda values: values["model"].update(bias=1), "model.bias is 1"),
+        (lambda values: values["model"].update(attention=None), "model.attention is None"),
     ],
 )
 def test_from_dict_refuses_what_this_version_does_not_know(change, fragment):

@@ -36,7 +36,9 @@ def pixels(path):
         return np.asarray(picture.convert("RGB")).astype(int)
 
 
-@pytest.mark.parametrize("token_bytes", [[b"a"], [b"a", b"b"], HOSTILE, [b"x"] * 64, [b"x"] * 65, [b"x"] * 1500])
+@pytest.mark.parametrize(
+    "token_bytes", [[b"a"], [b"a", b"b"], HOSTILE, [b"x" * 50_000] * 20, [b"x"] * 64, [b"x"] * 65, [b"x"] * 1500]
+)
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_pictures_of_any_length_and_text(tmp_path, token_bytes, suffix):
     record = record_of(token_bytes)

@@ -30,7 +30,7 @@ def run_capture(command: commands.Capture) -> int:
     check_output(command.output, (".safetensors",))
     text = command.read_text()
 
-    from probes.capture import check_room, readable
+    from probes.capture import check_room, estimate_seconds, readable
 
     run = _load(command)
     layers = numbers("--layers", command.layers)
@@ -39,7 +39,8 @@ def run_capture(command: commands.Capture) -> int:
     kept: dict[str, Any] = {"n_layers": n_layers, "values": command.values, "dtype": run.dtype}
     size = check_room(run.config.model, len(tokens), folder, **kept)
     if not command.json:
-        print(f"{len(tokens)} tokens: a record of about {readable(size)}", flush=True)
+        seconds = estimate_seconds(run.model, tokens)
+        print(f"{len(tokens)} tokens: a record of about {readable(size)}, in about {seconds:.1g} s", flush=True)
     record = _capture(run, tokens, layers, command.values)
     record.save(command.output)
     n_bytes = Path(command.output).stat().st_size

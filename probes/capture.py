@@ -3,6 +3,7 @@
 import hashlib
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -118,6 +119,21 @@ def estimate(
     itemsize = 4 if "linear" in config.paths else getattr(torch, dtype).itemsize  # feature maps are never narrower
     row = heads * config.head_dim * itemsize + config.n_head * 4  # and lse
     return n_layers * (n_tokens * row + 1024) + n_tokens * 32 + 4096  # names and token texts
+
+
+def estimate_seconds(model: GPT, tokens: Sequence[int]) -> float:
+    """Time of a capture, foretold from one of the first 512 tokens by the arithmetic of both: two operations a
+    parameter and token, and in each layer 3·C·T a token for the causal half of the map, in the kernel and for its sums.
+    """
+    n_parameters, first = model.n_parameters(), tokens[:512]
+
+    def arithmetic(n: int) -> int:
+        return n * (2 * n_parameters + 3 * model.config.n_layer * model.config.n_embd * n)
+
+    capture(model, first)  # libraries load
+    start = time.perf_counter()
+    capture(model, first)
+    return (time.perf_counter() - start) * arithmetic(len(tokens)) / arithmetic(len(first))
 
 
 def working_memory(config: ModelConfig, n_tokens: int) -> int:

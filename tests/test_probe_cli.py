@@ -39,7 +39,7 @@ def test_capture_and_map_of_a_record(run, tmp_path, capsys):
     code, out, err = probe(capsys, "capture", run, "--text", SENTENCES[0], "-o", record, "--values")
     assert (code, err) == (0, "")
     size, wrote = out.splitlines()
-    assert re.fullmatch(r"8 tokens: a record of about [\d.]+ kB", size)
+    assert re.fullmatch(r"8 tokens: a record of about [\d.]+ kB, in about [\d.e-]+ s", size)
     assert wrote.startswith(f"wrote {record}, ")
 
     loaded, trained = AttentionRecord.load(record), load_run(run)

@@ -14,6 +14,7 @@ from pathlib import Path
 from data.config import DataConfig
 from data.hub import HUB_ID, PRESETS, open_hub, open_tables
 from data.pydocs import pydocs_fingerprint, read_pydocs
+from data.repeats import RepeatsSource
 from data.source import Source
 
 READ_BYTES = 1 << 20
@@ -65,6 +66,8 @@ def _open_source(config: DataConfig) -> Source:
     source, path = config.source, Path(os.path.expanduser(config.source))
     if source == "pydocs":
         return PydocsSource()
+    if source == "repeats":
+        return RepeatsSource()
     if source in PRESETS:
         return open_hub(config)
     if path.is_dir():
@@ -79,7 +82,7 @@ def _open_source(config: DataConfig) -> Source:
         return open_hub(config)
     else:
         raise ValueError(
-            f"--data.source {source!r}: no such file or folder; other choices are pydocs, {', '.join(PRESETS)}, "
+            f"--data.source {source!r}: no such file or folder; other choices are pydocs, repeats, {', '.join(PRESETS)}, "
             "a glob, or a Hugging Face id owner/name"
         )
     for file in files:

@@ -205,13 +205,14 @@ class Config:
             sections = get_type_hints(cls)
             if unknown := set(values) - set(sections):
                 raise KeyError(*sorted(unknown))
-            config = cls(**{name: section(**values[name]) for name, section in sections.items()})
-            for name, section in sections.items():
-                for key, value in values[name].items():  # a file that is not ours may hold anything
-                    kind = type(getattr(section, key))
+            for name, section in sections.items():  # a file that is not ours may hold anything
+                if not isinstance(values[name], dict):
+                    raise TypeError(f"{name} is {values[name]!r}")
+                for key, value in values[name].items():
+                    kind = type(getattr(section, key, value))
                     if type(value) not in ((int, float) if kind is float else (kind,)):
                         raise TypeError(f"{name}.{key} is {value!r}")
-            return config
+            return cls(**{name: section(**values[name]) for name, section in sections.items()})
         except (KeyError, TypeError) as error:
             raise ValueError(f"this configuration is not one of this version of glassgpt: {error}") from error
 

@@ -212,7 +212,7 @@ def test_from_dict_is_the_inverse_of_to_dict_also_through_json():
         (lambda values: values.pop("train"), "train"),
         (lambda values: values.update(extra={}), "extra"),
         (lambda values: values["train"].update(n_epochs=3), "n_epochs"),
-        (lambda values: values["train"].update(max_steps="many"), "str"),
+        (lambda values: values["train"].update(max_steps="many"), "train.max_steps is 'many'"),
         (lambda values: values["train"].update(max_steps=0), "train.max_steps is 0"),
         (lambda values: values.update(train=None), "train"),
         (lambda values: values["model"].update(n_layer=2.0), "model.n_layer is 2.0"),

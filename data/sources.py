@@ -82,8 +82,8 @@ def _open_source(config: DataConfig) -> Source:
         return open_hub(config)
     else:
         raise ValueError(
-            f"--data.source {source!r}: no such file or folder; other choices are pydocs, repeats, {', '.join(PRESETS)}, "
-            "a glob, or a Hugging Face id owner/name"
+            f"--data.source {source!r}: no such file or folder; other choices are pydocs, repeats, "
+            f"{', '.join(PRESETS)}, a glob, or a Hugging Face id owner/name"
         )
     for file in files:
         if not file.is_file():

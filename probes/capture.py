@@ -78,11 +78,14 @@ def capture(
 
     was_training = model.training
     autocast = torch.autocast(device.type, getattr(torch, dtype), enabled=dtype in ("bfloat16", "float16"))
+    # Nobody reads the logits, which would take more memory than a record: one position is unembedded.
+    unread = model.lm_head.register_forward_pre_hook(lambda _, args: args[0][:, -1:])
     try:
         model.eval()
         with torch.no_grad(), autocast, watching(model, chosen, see):
             model(ids)
     finally:
+        unread.remove()
         model.train(was_training)
     return AttentionRecord(replace(info, layers=tuple(infos), dtype=dtypes[0]), kept)
 

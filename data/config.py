@@ -12,7 +12,7 @@ class DataConfig:
     """Which text to train on, and how it becomes tokens and batches."""
 
     source: str = "pydocs"
-    """pydocs (Python's own documentation, always there), repeats (the same, with random characters that come twice
+    """pydocs (Python's own documentation, always there), repeats (the same, with random characters that repeat
     between its pieces), a file, a folder, a glob such as 'books/*.txt', a preset (shakespeare, tinystories,
     openwebtext, fineweb-edu), or the id owner/name of a Hugging Face data set. Files may be text, or json,
     csv and parquet with a column of texts. Write ./pydocs for a folder of that name."""

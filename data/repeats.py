@@ -1,4 +1,4 @@
-"""Text in which looking back pays: Python's documentation, and between its pieces random characters that come twice."""
+"""Text in which looking back pays: Python's documentation, and between its pieces random characters that come again."""
 
 import hashlib
 import string
@@ -8,15 +8,16 @@ from random import Random
 from data.pydocs import pydocs_fingerprint, read_pydocs
 from data.source import Source
 
-LAYOUT = 2  # of the text below; another number tells caches that the text has changed
+LAYOUT = 3  # of the text below; another number tells caches that the text has changed
 ALPHABET = string.ascii_letters + string.digits + string.punctuation
 PIECE_CHARACTERS = 128
-PERIODS = range(8, 33)  # lengths of the random sequences: with one length, a fixed distance would find the copy
+PERIODS = range(4, 17)  # lengths of the random sequences: with one length, a fixed distance would find the copy
+N_COPIES = 4
 N_SEQUENCES = 4  # after each piece of text
 
 
 class RepeatsSource(Source):
-    """Each document is a piece of text, then random sequences, each followed by its copy. The same on every machine
+    """Each document is a piece of text, then random sequences, each several times. The same on every machine
     with this version of Python; only ASCII, so that a character tokenizer has few tokens."""
 
     name = "repeats"
@@ -30,10 +31,10 @@ class RepeatsSource(Source):
         for text in read_pydocs():
             ascii_text = text.encode("ascii", "ignore").decode()
             for start in range(0, len(ascii_text), PIECE_CHARACTERS):
-                copied = (repeated(random) for _ in range(N_SEQUENCES))
-                yield (ascii_text[start : start + PIECE_CHARACTERS], *(f"\n{pair}" for pair in copied))
+                sequences = (repeated(random) for _ in range(N_SEQUENCES))
+                yield (ascii_text[start : start + PIECE_CHARACTERS], *(f"\n{copies}" for copies in sequences))
 
 
 def repeated(random: Random) -> str:
-    """Some random characters, and the same again."""
-    return 2 * "".join(random.choices(ALPHABET, k=random.choice(PERIODS)))
+    """Some random characters, and the same again and again."""
+    return N_COPIES * "".join(random.choices(ALPHABET, k=random.choice(PERIODS)))

@@ -112,8 +112,11 @@ def run_ablate(command: commands.Ablate) -> int:
     from probes.causal.answers import ablate
 
     run = _load(command)
-    is_given = command.text or command.file
-    tokens = run.tokenizer.encode(command.read_text(), command.unknown) if is_given else _validation_tokens(run)
+    tokens: list[int] = []
+    if command.text or command.file:
+        tokens = run.tokenizer.encode(command.read_text(), command.unknown)
+    elif not command.repeated:
+        tokens = _validation_tokens(run)
     return _print(command, run, ablate(command, run, tokens))
 
 
@@ -131,7 +134,8 @@ def run_heads(command: commands.Heads) -> int:
 
     run, record, name = _load(command), None, "random tokens"
     try:
-        record, name = _capture(run, _tokens(command, run), None, values=False), command.file or "text"
+        record = _capture(run, _tokens(command, run), None, values=False)
+        name = command.file or ("--text" if command.text else "validation")
     except ValueError:
         if command.text or command.file:
             raise

@@ -80,7 +80,10 @@ def compare(command: Compare, records: Sequence[tuple[str, AttentionRecord]]) ->
     """Of every head that both have, second minus first: its scores, and the share of attention that moved."""
     (first_name, first), (second_name, second) = records
     if first.info.token_ids != second.info.token_ids:
-        raise ValueError(f"{first_name} and {second_name} are of different tokens; give --text, or records of one text")
+        raise ValueError(
+            f"{first_name} and {second_name} are of different tokens; give --text and runs of one vocabulary, "
+            "or two records of one text"
+        )
     before, after = score_record(first), score_record(second)
     names = [name for name in before if name in after]
     keys = [key for key in SCORES if key != "offset" and names and key in before[names[0]]]
@@ -95,8 +98,11 @@ def compare(command: Compare, records: Sequence[tuple[str, AttentionRecord]]) ->
 
 def timeline(command: Timeline, rows: Sequence[Row]) -> Table:
     """When each role forms, and its picture."""
+    if not Path(command.source).is_dir():
+        raise ValueError(f"{command.source} is no run directory")
     if command.output:
         check_output(command.output, (".png", ".svg"))
+    rows = [row for row in rows if isinstance(row.get("scores"), dict)]  # as of a damaged line
     table = timeline_table(rows)
     if command.output:
         draw_timeline(rows, command.output)

@@ -98,11 +98,15 @@ class Ablate(OnText):
     """Replace by zero, by the head's mean output, or by its output on another example."""
     keep_patterns: bool = False
     """Keep the attention maps of later layers as they were: only values feel the change."""
+    repeated: bool = False
+    """On sequences of random tokens that come twice: the loss of the second copies, which induction lowers."""
     tokens: int = 8192
     """Use at most so many tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.repeated and (self.text or self.file):
+            raise ValueError("--repeated draws its own tokens; leave out --text and --file")
         if self.tokens < 2:
             raise ValueError(f"--tokens is {self.tokens}; a loss needs at least 2")
 
@@ -175,6 +179,11 @@ class Heads(OnText):
     """Column to sort by, largest first, such as induction."""
     draws: int = 10
     """Draws of random tokens that prefix matching is the mean of."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draws < 1:
+            raise ValueError(f"--draws is {self.draws}; prefix matching needs at least 1")
 
 
 @dataclass(frozen=True)

@@ -90,16 +90,16 @@ def score_record(record: AttentionRecord, only: set[str] | None = None) -> dict[
     period = period_of(record.info.token_ids)
     names = [HeadName(layer, head) for layer in record.layers for head in range(record.n_head)]
     scorers: dict[str, Callable[[HeadName], float | Scores]] = {
-        "previous": lambda name: _on_diagonals(record, name, 1, [1]),
+        "previous": lambda name: _on_diagonals(record, name, [(1, 1)]),
         "statistics": lambda name: _of_rows(record, name),
         "received": lambda name: _largest_received(record, name),
     }
     if period is not None and record.n_tokens == 2 * period:
-        scorers["duplicate"] = lambda name: _on_diagonals(record, name, period, [period])
-        scorers["induction"] = lambda name: _on_diagonals(record, name, period, [period - 1])
+        scorers["duplicate"] = lambda name: _on_diagonals(record, name, [(period, period)])
+        scorers["induction"] = lambda name: _on_diagonals(record, name, [(period, period - 1)])
     if period is not None:
-        copies = range(1, record.n_tokens // period)
-        scorers["prefix"] = lambda name: _on_diagonals(record, name, period, [r * period - 1 for r in copies])
+        starts = [copy * period for copy in range(1, record.n_tokens // period)]
+        scorers["prefix"] = lambda name: _on_diagonals(record, name, [(start, start - 1) for start in starts])
     scores: dict[HeadName, Scores] = {name: {} for name in names}
     for key, scorer in scorers.items():
         for name in names if only is None or key in only else ():
@@ -170,11 +170,11 @@ def composition(second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> 
     return norm(a, b @ c, d) / max(norm(a, eye, b) * norm(c, eye, d), 1e-30)
 
 
-def _on_diagonals(record: AttentionRecord, name: HeadName, first_row: int, offsets: Sequence[int]) -> float:
-    """Mean over the rows from first_row on of their weights at these offsets, as far as there are such keys."""
-    total, n_rows = 0.0, record.n_tokens - first_row
-    for offset in offsets:
-        rows = torch.arange(max(first_row, offset), record.n_tokens)
+def _on_diagonals(record: AttentionRecord, name: HeadName, diagonals: Sequence[tuple[int, int]]) -> float:
+    """The sum of the weights on these diagonals, (first row, offset i - j) each; a mean over the rows of the first."""
+    total, n_rows = 0.0, record.n_tokens - diagonals[0][0]
+    for first_row, offset in diagonals:
+        rows = torch.arange(first_row, record.n_tokens)
         total += float(record.pairs(*name, rows, rows - offset).double().sum())
     return total / n_rows if n_rows > 0 else math.nan
 

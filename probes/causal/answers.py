@@ -17,12 +17,19 @@ from probes.causal.tables import (
 )
 from probes.commands import Ablate, Knockout, Lens, Patch, check_output, numbers, tokens_of
 from probes.pictures.labels import label
+from probes.scores import repeated_tokens
 from probes.table import Table
 
 
 def ablate(command: Ablate, run: Any, tokens: list[int]) -> Table:
     heads = parse_heads(run.model, command.heads)
-    return ablation_table(run.model, _tensor(run, tokens[: command.tokens]), heads, command.how, command.keep_patterns)
+    if not command.repeated:
+        text = _tensor(run, tokens[: command.tokens])
+        return ablation_table(run.model, text, heads, command.how, command.keep_patterns)
+    n_tokens = len(repeated_tokens(run.config.model, 2, run.tokenizer.vocab_size))
+    seeds = range(max(1, command.tokens // n_tokens))
+    draws = [repeated_tokens(run.config.model, 2, run.tokenizer.vocab_size, seed).tolist() for seed in seeds]
+    return ablation_table(run.model, _tensor(run, draws), heads, command.how, command.keep_patterns, copies=True)
 
 
 def knock_out(command: Knockout, run: Any) -> Table:
@@ -67,7 +74,7 @@ def look(command: Lens, run: Any) -> Table:
     return attribution_table(run.model, tokens, target, other, lambda token: _name(run, token))
 
 
-def _tensor(run: Any, tokens: list[int]) -> Tensor:
+def _tensor(run: Any, tokens: list[int] | list[list[int]]) -> Tensor:
     return torch.tensor(tokens, device=run.model.token_embedding.weight.device)
 
 

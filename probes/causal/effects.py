@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model import GPT
 from model.attention.path import repeat_groups
-from model.gpt import next_token_loss
+from model.gpt import IGNORED, next_token_loss
 from probes.causal.interventions import (
     Head,
     How,
@@ -28,19 +28,29 @@ _TOKENS_AT_ONCE, _LOGITS_AT_ONCE = 8192, 1 << 26
 
 @torch.no_grad()
 def ablation_losses(
-    model: GPT, tokens: Tensor, groups: Sequence[Sequence[Head]], *, how: How = "zero", keep_patterns: bool = False
+    model: GPT,
+    tokens: Tensor,
+    groups: Sequence[Sequence[Head]],
+    *,
+    how: How = "zero",
+    keep_patterns: bool = False,
+    counted: slice = slice(None),
 ) -> list[float]:
     """Loss in nats a token on `tokens` (n,): of the model as it is, then without each group of heads.
 
     The text is cut into examples of block_size targets, as in validation; what is left over at its end is not used. A
-    shorter text is one example. mean: over all of them. ValueError for fewer than two tokens and for wrong heads.
+    shorter text is one example. Tokens (N, T) are N examples. mean: over all of them. counted: which targets of each
+    example count, all by default. ValueError for fewer than two tokens and for wrong heads.
     """
-    if len(tokens) < 2:
+    if tokens.shape[-1] < 2:
         raise ValueError(f"a loss needs at least two tokens; the text has {len(tokens)}")
-    n_tokens = min(model.config.block_size, len(tokens) - 1)
-    n_examples = (len(tokens) - 1) // n_tokens
-    inputs = tokens[: n_examples * n_tokens].view(n_examples, n_tokens)
-    targets = tokens[1 : n_examples * n_tokens + 1].view(n_examples, n_tokens)
+    if tokens.ndim == 1:
+        n_targets = min(model.config.block_size, len(tokens) - 1)
+        tokens = tokens.unfold(0, n_targets + 1, n_targets)  # (N, T): an example ends where the next one begins
+    inputs, every_target = tokens[:, :-1], tokens[:, 1:]
+    targets = torch.full_like(every_target, IGNORED)
+    targets[:, counted] = every_target[:, counted]
+    n_examples, n_tokens = inputs.shape
     n_parts = max(1, min(n_examples // 2, -(-n_examples // _at_once(model, n_tokens))))  # no part of one example only
     parts = list(zip(inputs.tensor_split(n_parts), targets.tensor_split(n_parts), strict=True))
     means = _mean_outputs(model, [x for x, _ in parts]) if how == "mean" else None

@@ -39,13 +39,20 @@ def parse_heads(model: GPT, text: str) -> list[Head]:
     return list(dict.fromkeys(heads))
 
 
-def ablation_table(model: GPT, tokens: Tensor, heads: Sequence[Head], how: How, keep_patterns: bool) -> Table:
-    """A row a head, and one for all of them together."""
+def ablation_table(
+    model: GPT, tokens: Tensor, heads: Sequence[Head], how: How, keep_patterns: bool, *, copies: bool = False
+) -> Table:
+    """A row a head, and one for all of them together. copies: each of the tokens (N, 2·L) is a sequence twice, and the
+    loss is that of the second copies, from their second token on; `about` has that of the first copies."""
     groups = [[head] for head in heads] + ([list(heads)] if len(heads) > 1 else [])
-    clean, *losses = ablation_losses(model, tokens, groups, how=how, keep_patterns=keep_patterns)
+    length = tokens.shape[-1] // 2
+    counted = slice(length, None) if copies else slice(None)
+    clean, *losses = ablation_losses(model, tokens, groups, how=how, keep_patterns=keep_patterns, counted=counted)
     names = [f"{layer}.{head}" for layer, head in heads] + ["together"]
     rows = [(name, loss, loss - clean) for name, loss in zip(names, losses, strict=False)]
-    about = {"loss": clean, "how": how, "keep_patterns": keep_patterns, "tokens": len(tokens)}
+    about = {"loss": clean, "how": how, "keep_patterns": keep_patterns, "tokens": tokens.numel()}
+    if copies:
+        about["first_copies"] = ablation_losses(model, tokens, [], counted=slice(length - 1))[0]
     return Table("loss in nats a token when a head's output is replaced", ("head", "loss", "change"), rows, about)
 
 
@@ -89,7 +96,7 @@ def patch_table(patches: Patches, names: Sequence[tuple[str, str]]) -> Table:
         ("position", i, *names[i], *scores) for i, scores in enumerate(patches.stream.T.tolist())
     ]
     rows += [("head", i, "", "", *scores) for i, scores in enumerate(patches.heads.T.tolist())]
-    about = {"clean_difference": patches.clean, "corrupted_difference": patches.corrupted}
+    about = {"clean_difference": patches.clean, "corrupted_difference": patches.corrupted, "tokens": len(names)}
     return Table("share of the logit difference that the clean run's part restores", columns, rows, about)
 
 

@@ -49,14 +49,15 @@ def table_of(capsys, *arguments):
 def test_heads(run, tmp_path, capsys):
     about, rows = table_of(capsys, "heads", run, "--sort", "induction")
     assert list(about) == ["run", "checkpoint", "step", "random_tokens", "text", "text_tokens"]
-    assert (about["random_tokens"], about["text_tokens"]) == (32, 32)
+    assert (about["random_tokens"], about["text"], about["text_tokens"]) == (32, "validation", 32)
     assert sorted(row["head"] for row in rows) == ["0.0", "0.1", "1.0", "1.1"]
     assert all(list(row) == ["head", "roles", *SCORES] for row in rows)
     assert [row["induction"] for row in rows] == sorted((row["induction"] for row in rows), reverse=True)
     first, second = (next(row for row in rows if row["head"] == name) for name in ("0.1", "1.1"))
     assert first["k_composition"] is None
     assert isinstance(second["k_composition"], float)
-    of_text = table_of(capsys, "heads", run, "--text", ODD)[1]
+    about, of_text = table_of(capsys, "heads", run, "--text", ODD)
+    assert about["text"] == "--text"
     _, of_same_text = table_of(capsys, "stats", run, "--text", ODD)
     assert [row["entropy"] for row in of_text] == pytest.approx([row["entropy"] for row in of_same_text], abs=1e-6)
     code, out, _ = probe(capsys, "heads", run)
@@ -73,6 +74,8 @@ def test_heads(run, tmp_path, capsys):
         source.write_bytes(text)
     assert (about["text"], about["text_tokens"]) == ("random tokens", None)
     assert len(rows) == 4
+    code, _, err = probe(capsys, "heads", run, "--draws", "0")
+    assert (code, "--draws is 0; prefix matching needs at least 1" in err) == (2, True)
     assert probe(capsys, "heads", run, "--sort", "nothing")[::2] == (
         2,
         f"probe.py: there is no column 'nothing'; choose one of: head, roles, {', '.join(SCORES)}\n",
@@ -153,8 +156,9 @@ def test_timeline(run, tmp_path, capsys):
     with Image.open(about["output"]) as picture:
         picture.load()
         assert picture.size[0] > 1000
-    code, _, err = probe(capsys, "timeline", tmp_path)
-    assert (code, err) == (
-        2,
-        "probe.py: no head scores were written in training; train with --probe.interval 250\n",
-    )
+    nothing = "probe.py: no head scores were written in training; train with --probe.interval 250\n"
+    assert probe(capsys, "timeline", tmp_path)[::2] == (2, nothing)
+    (tmp_path / "probes.jsonl").write_text('{"step": 5}\n{"step": 10, "sco', encoding="utf-8")
+    assert probe(capsys, "timeline", tmp_path)[::2] == (2, nothing)
+    nowhere = tmp_path / "nowhere"
+    assert probe(capsys, "timeline", nowhere)[::2] == (2, f"probe.py: {nowhere} is no run directory\n")

@@ -84,12 +84,17 @@ def test_prefix_matching_adds_up_all_earlier_copies():
     n, period = 20, 5
     spread = torch.zeros(n, n)
     for i in range(n):
-        places = [i - r * period + 1 for r in range(1, 4) if i - r * period + 1 >= 0 and i >= period] or [i]
+        places = [i - r * period + 1 for r in range(1, 4) if i - r * period >= 0] or [i]
         spread[i, places] = 1 / len(places)
     found = score_record(record_of(spread, token_ids=list(range(period)) * 4))[HeadName(0, 0)]
-    # Rows 4, 9, 14 have one such key before their first copy's end; it does not count below row 5.
     assert found["prefix"] == pytest.approx(1, abs=1e-5)
     assert "induction" not in found
+
+
+def test_the_first_key_comes_after_no_copy():
+    """Rows 9 and 14 would reach it at the offsets of two and three copies; a sink must not look like induction."""
+    found = score_record(record_of(on_first(20), token_ids=list(range(5)) * 4))[HeadName(0, 0)]
+    assert found["prefix"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_patch(run, tmp_path, capsys):
     assert [row["layer_0"] for row in rows[:13]] == pytest.approx([float(i == 8) for i in range(13)], abs=0.01)
     assert [(row["clean"], row["corrupted"]) for row in rows[8:10]] == [("4", "5"), ("␣", "␣")]
     assert about["clean_difference"] != about["corrupted_difference"]
+    assert about["tokens"] == 13
 
 
 def test_lens(run, capsys):

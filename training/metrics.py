@@ -126,14 +126,14 @@ def flops_per_token(config: ModelConfig, n_parameters: int) -> int:
 
 
 def attention_kernel(model: GPT, runtime: Runtime) -> str:
-    """The implementation that the model's attention path runs in training, by its own word."""
+    """The implementations that the attention paths of the layers run in training, by their own word."""
     config = model.config
     q = torch.zeros(
         1, config.n_head, config.block_size, config.head_dim, dtype=runtime.dtype, device=runtime.device
     ).requires_grad_()
     k = q[:, : config.kv_heads]
-    attention = cast(Block, model.blocks[0]).attn
-    return attention.path.kernel(q, k, k, rule=attention.rule)
+    layers = [cast(Block, block).attn for block in model.blocks]
+    return ", ".join(dict.fromkeys(layer.path.kernel(q, k, k, rule=layer.rule) for layer in layers))
 
 
 # Dense bfloat16 / float16 peak of the makers' data sheets, in FLOP/s.

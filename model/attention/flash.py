@@ -34,21 +34,12 @@ class FlashAttention(AttentionPath):
         self.pinned = kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
-        dtype = q.dtype
-        if q.device.type == "cpu" and dtype == torch.bfloat16 and q.shape[-1] < 64:
-            # Small heads: the CPU kernel's bfloat16 backward pass takes 2 to 3 times as long as its float32 one.
-            q, k, v = q.float(), k.float(), v.float()
         arguments = self._arguments(q, k, v, rule)
         if self.pinned == "auto":
-            return F.scaled_dot_product_attention(**arguments).to(dtype)
-        if not _runs(self.pinned, arguments):
-            there = [name for name in KERNELS if _runs(name, arguments)]
-            raise ValueError(
-                f"PyTorch's {self.pinned} attention kernel does not run here ({q.device.type}, {q.dtype}, head_dim "
-                f"{q.shape[-1]}); model.flash_kernel could be: auto, {', '.join(there)}"
-            )
+            return F.scaled_dot_product_attention(**arguments).to(q.dtype)
+        self._check_pinned(arguments)
         with sdpa_kernel(KERNELS[self.pinned]):
-            return F.scaled_dot_product_attention(**arguments).to(dtype)
+            return F.scaled_dot_product_attention(**arguments).to(q.dtype)
 
     def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
         if q.device.type != "cpu":
@@ -62,12 +53,26 @@ class FlashAttention(AttentionPath):
         return lse
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:
+        arguments = self._arguments(q, k, v, rule)
         if self.pinned != "auto":
+            self._check_pinned(arguments)
             return f"{q.device.type} {KERNELS[self.pinned].name.lower()}"
-        choice = torch._fused_sdp_choice(**self._arguments(q, k, v, rule))
+        choice = torch._fused_sdp_choice(**arguments)
         return f"{q.device.type} {SDPBackend(choice).name.lower()}"
 
+    def _check_pinned(self, arguments: dict[str, Any]) -> None:
+        """ValueError, naming the kernels that do, when the pinned one does not run for these inputs."""
+        if not _runs(self.pinned, arguments):
+            q, there = arguments["query"], [name for name in KERNELS if _runs(name, arguments)]
+            raise ValueError(
+                f"PyTorch's {self.pinned} attention kernel does not run here ({q.device.type}, {q.dtype}, head_dim "
+                f"{q.shape[-1]}); model.flash_kernel could be: auto, {', '.join(there)}"
+            )
+
     def _arguments(self, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule) -> dict[str, Any]:
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < 64:
+            # Small heads: the CPU kernel's bfloat16 backward pass takes 2 to 3 times as long as its float32 one.
+            q, k, v = q.float(), k.float(), v.float()
         mask, is_causal = _mask(q, k, rule)
         return {
             "query": q,

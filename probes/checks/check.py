@@ -61,9 +61,10 @@ def causality_by_perturbation(model: GPT, tokens: Tensor, n_valid: int) -> Check
 def causality_by_gradient(model: GPT, tokens: Tensor, calls: list[LayerCall]) -> CheckResult:
     """The gradient of position i with respect to the input at j > i is 0; at j = i it is not."""
     name, limit = "gradient from later tokens", "0" if model.config.causal else "> 0"
-    missing = {f"backward_{tokens.device.type}"} - calls[0].path.supports
-    if missing:
-        return CheckResult(name, True, None, limit, f"not measured: path {calls[0].path.name} has no {min(missing)}")
+    needed = f"backward_{tokens.device.type}"
+    for call in calls:
+        if needed not in call.path.supports:
+            return CheckResult(name, True, None, limit, f"not measured: path {call.path.name} has no {needed}")
     n = tokens.shape[1]
     rows = sorted({0, n // 2 - 1, n - 2})
     direction = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(0)).to(tokens.device)

@@ -44,7 +44,8 @@ def check_layers(model: GPT, calls: list[LayerCall]) -> Iterator[CheckResult]:
     """One result a check, over all layers; `detail` names the layers that fail."""
     yield _mask(model, calls)
     yield _row_sums(calls)
-    if all("log_sum_exp" in call.path.supports for call in calls):
+    calls = [call for call in calls if "log_sum_exp" in call.path.supports]  # what follows is about the softmax
+    if calls:
         yield _log_sum_exp(model, calls)
         if model.config.attention_softcap == 0:
             yield _scale(model, calls)
@@ -66,7 +67,10 @@ def kernel_weights(call: LayerCall, q: Tensor, k: Tensor) -> Tensor:
 
 def _expected_rule(model: GPT, call: LayerCall) -> MaskRule:
     """From the configuration and the path's own narrowing; not from what the layer was given."""
-    return call.path.rule_for(MaskRule(causal=model.config.causal))
+    config = model.config
+    is_windowed = config.window > 0 and "window" in call.path.supports
+    window, n_global = (config.window, config.n_global) if is_windowed else (None, 0)
+    return call.path.rule_for(MaskRule(causal=config.causal, window=window, n_global=n_global))
 
 
 def _mask(model: GPT, calls: list[LayerCall]) -> CheckResult:
@@ -74,7 +78,8 @@ def _mask(model: GPT, calls: list[LayerCall]) -> CheckResult:
     errors, n_pairs, n_wrong = [], 0, 0
     for call in calls:
         rule = _expected_rule(model, call)
-        n = max(_MASK_TOKENS, (rule.window or 0) + rule.n_global + 8)
+        # A window that no context reaches the end of is no different from none.
+        n = max(_MASK_TOKENS, min((rule.window or 0) + rule.n_global + 8, model.config.block_size))
         # Mild random scores: trained ones may round an allowed weight to zero.
         q, k = _random_like(call.q, n, seed=0), _random_like(call.k, n, seed=1)
         weights = kernel_weights(call, q, k)  # (H, N, N)

@@ -14,7 +14,7 @@ from model import GPT, ModelConfig
 from tests.tiny import finish, start, tiny_config, tiny_flags
 from train import main, train
 from training.config import Config
-from training.metrics import MetricsLog, flops_per_token, peak_flops, plot_losses, read_metrics
+from training.metrics import MetricsLog, attention_kernel, flops_per_token, peak_flops, plot_losses, read_metrics
 from training.runtime import Runtime
 
 CPU = torch.device("cpu")
@@ -169,3 +169,13 @@ def test_the_real_wandb_offline(tmp_path):
     rows = read_metrics(tmp_path / "run")
     for text in ("train_loss", "val_loss", "glassgpt", "learning_rate", repr(rows[-1]["train_loss"])):
         assert text.encode() in content
+
+
+def test_the_kernels_of_all_layers_are_named():
+    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 8, "block_size": 8, "vocab_size": 5}
+    runtime = Runtime(CPU, torch.float32)
+    one, mixed = ModelConfig(**sizes), ModelConfig(**sizes, attention="window", full_attention_every=2)
+    assert attention_kernel(GPT(one), runtime) == "cpu flash_attention"
+    assert attention_kernel(GPT(mixed), runtime) == "window, cpu flash_attention"
+    with pytest.raises(ValueError, match="cudnn attention kernel does not run here"):
+        attention_kernel(GPT(ModelConfig(**sizes, flash_kernel="cudnn")), runtime)

@@ -53,6 +53,8 @@ def test_a_kernel_that_is_not_there_is_refused_by_name(kernel):
     )
     with pytest.raises(ValueError, match=message):
         build("flash", kernel=kernel)(q, k, v, rule=MaskRule())
+    with pytest.raises(ValueError, match=message):
+        build("flash", kernel=kernel).kernel(q, k, v, rule=MaskRule())
     model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, flash_kernel=kernel))
     with pytest.raises(ValueError, match=message):
         model(torch.zeros(1, 8, dtype=torch.int64))

@@ -43,6 +43,15 @@ def failures(model):
         {"causal": False},
         {"block_size": 2},
         {"n_embd": 4},
+        {"attention": "tiled"},
+        {"attention": "ring"},
+        {"attention": "window"},
+        {"attention": "window", "window": 4, "n_global": 2},
+        {"attention": "window", "window": 1},
+        {"attention": "window", "window": 10_000},
+        {"attention": "window", "window": 4, "full_attention_every": 2},
+        {"attention": "window,linear,tiled", "window": 5},
+        {"attention": "flash,flex,tiled"},
     ],
     ids=str,
 )
@@ -115,6 +124,22 @@ def test_a_window_nobody_asked_for_is_named_by_layer_and_offset():
     failed = failures(with_planted("window", layer=0))
     expected = "layer 0 misses allowed keys at offset -5, -6, -7 … -47 (query 5, key 0)"
     assert detail_of(failed, "wrong pairs") == expected
+
+
+def test_a_window_of_another_size_than_configured_is_named():
+    model = tiny(attention="window", window=8)
+    model.blocks[1].attn.rule = MaskRule(window=7)
+    failed = failures(model)
+    assert detail_of(failed, "wrong pairs") == "layer 1 misses allowed keys at offset -7 (query 7, key 0)"
+    assert detail_of(failed, "window - reference").startswith("layer 1 ")
+
+
+def test_softmax_layers_beside_a_linear_one_are_checked_too():
+    model = tiny(attention="linear,reference,linear")
+    model.blocks[1].attn.path = Planted("scale")
+    assert detail_of(failures(model), "scale of the scores") == "layer 1 has 0.12500; expected 0.35355"
+    names = {result.name for result in results_of(tiny(attention="linear"))}
+    assert not any("reference" in name or "scale" in name for name in names)
 
 
 def test_a_rule_handed_to_one_layer_by_mistake_is_named():

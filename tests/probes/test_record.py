@@ -1,13 +1,16 @@
 """The attention record: weights rebuilt from q, k and log-sum-exp are those of an explicit softmax in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from model import GPT
 from model.attention.mask import MaskRule
 from model.attention.reference import ReferenceAttention
+from model.gpt2_weights import from_gpt2
 from probes.capture import capture, check_room, estimate
 from probes.record import AttentionRecord, allowed_pairs
 from tests.probes.small import tiny, tokens
@@ -188,3 +191,25 @@ def test_too_large_a_record_names_a_smaller_choice(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="0 bytes are free; take a shorter text"):
         check_room(config, 10**6, tmp_path, dtype="float32")
     assert check_room(config, 10, tmp_path, dtype="float32") < 10**5
+
+
+@pytest.mark.parametrize("path", ["reference", "flash", "tiled"])
+def test_maps_of_an_imported_gpt2_are_those_of_transformers(path):
+    transformers = pytest.importorskip("transformers", reason="transformers (test extra) is not installed")
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 300, "vocab_size": 50, "initializer_range": 0.2}
+    torch.manual_seed(2)
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_implementation="eager")
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.randint(50, (1, 300))
+    with torch.no_grad():
+        wanted = theirs(ids, output_attentions=True).attentions
+    config, weights = from_gpt2(theirs.state_dict(), n_head=4)
+    ours = GPT(replace(config, attention=path)).eval()
+    ours.load_state_dict(weights)
+    record = capture(ours, ids)
+    for layer, maps in enumerate(wanted):
+        for head, expected in enumerate(maps[0]):
+            torch.testing.assert_close(record.weights(layer, head), expected, rtol=0, atol=1e-5)
+            rows = record.statistics(layer, head)
+            torch.testing.assert_close(rows.entropy, torch.special.entr(expected).sum(-1), rtol=0, atol=1e-4)
+        assert maps.std() > 0.01  # far from uniform

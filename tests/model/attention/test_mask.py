@@ -69,8 +69,9 @@ def test_words_are_what_the_rule_needs(rule, words):
 
 
 def test_impossible_rules_are_refused():
-    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
-        MaskRule(window=0)
+    for window in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"window is {window}; it must be a whole number from 1"):
+            MaskRule(window=window)
     with pytest.raises(ValueError, match="n_global is -1; it must be 0 or more"):
         MaskRule(n_global=-1)
 

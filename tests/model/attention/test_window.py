@@ -45,10 +45,34 @@ def test_decoding_keeps_the_window_and_the_globals(pieces, window, n_global):
 
 
 def test_impossible_windows_are_refused():
-    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="window is 0; it must be a whole number from 1"):
         build("window", window=0)
     with pytest.raises(ValueError, match="n_global is -1"):
         build("window", n_global=-1)
     q = torch.randn(1, 1, 3, 4)
     with pytest.raises(ValueError, match=r"'window' does not support bidirectional; paths that do: .*tiled"):
         build("window")(q, q, q, rule=MaskRule(causal=False))
+
+
+def test_globals_of_the_rule_join_a_window_of_the_path():
+    path = build("window", window=2, n_global=1)
+    assert path.rule_for(MaskRule(n_global=3)) == MaskRule(window=2, n_global=3)
+    assert path.rule_for(MaskRule()) == MaskRule(window=2, n_global=1)
+    assert path.rule_for(MaskRule(window=4)) == MaskRule(window=4)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 1.5}, {"dropout": -0.1}, {"softcap": -1.0}])
+def test_impossible_options_are_refused(options):
+    with pytest.raises(ValueError, match=r"dropout .* must be in \[0, 1\), and softcap .* 0 or more"):
+        build("reference", **options)
+
+
+@pytest.mark.parametrize("name", ["reference", "flash", "tiled", "window", "linear"])
+def test_heads_that_do_not_divide_and_too_few_keys_are_refused(name):
+    def x(heads, tokens):
+        return torch.randn(1, heads, tokens, 4)
+
+    with pytest.raises(ValueError, match=r"3 query heads on 2 key-value heads, .*: the heads must divide"):
+        build(name)(x(3, 5), x(2, 5), x(2, 5), rule=MaskRule())
+    with pytest.raises(ValueError, match=r"6 queries on 5 keys: .* the queries are the last"):
+        build(name)(x(2, 6), x(2, 5), x(2, 5), rule=MaskRule())

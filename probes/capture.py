@@ -52,12 +52,10 @@ def capture(
     dtype: float32 runs in the model's own dtype, bfloat16 and float16 under autocast, as in training.
 
     The model is in eval mode while it runs. Each layer is verified as it passes: rows rebuilt from q, k and the
-    log-sum-exp must sum to one, and applied to v must give the output of the kernel (all rows of a text up to 1,024
-    tokens, so many evenly spaced rows of a longer one). ValueError with layer, head, row
-    and deviation when they do not, and for bad tokens or layers.
+    log-sum-exp must sum to one, and applied to v must give the kernel's output (1,024 evenly spaced rows of a longer
+    text). ValueError with layer, head, row and deviation when they do not, and for bad tokens or layers.
     """
-    device = model.token_embedding.weight.device
-    ids = torch.as_tensor(tokens, device=device).reshape(1, -1)  # (1, T)
+    ids = torch.as_tensor(tokens, device=model.token_embedding.weight.device).reshape(1, -1)  # (1, T)
     chosen = _chosen_layers(model.config, layers)
     _check_tokens(model.config, ids)
     info = _describe(model, ids, token_bytes, step, checkpoint_hash)
@@ -77,7 +75,7 @@ def capture(
         kept.update(tensors)
 
     was_training = model.training
-    autocast = torch.autocast(device.type, getattr(torch, dtype), enabled=dtype in ("bfloat16", "float16"))
+    autocast = torch.autocast(ids.device.type, getattr(torch, dtype), enabled=dtype in ("bfloat16", "float16"))
     # Nobody reads the logits, which would take more memory than a record: one position is unembedded.
     unread = model.lm_head.register_forward_pre_hook(lambda _, args: args[0][:, -1:])
     try:

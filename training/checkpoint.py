@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 # What a resumed run may change of its model: nothing that the parameters depend on.
-_CHANGEABLE = {"dropout", "attention_dropout", "attention"}
+_CHANGEABLE = {
+    *("dropout", "attention_dropout", "attention", "window", "n_global", "full_attention_every"),
+    *("flash_kernel", "linear_feature_map"),
+}
 
 
 @dataclass(frozen=True)

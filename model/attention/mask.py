@@ -27,8 +27,8 @@ class MaskRule:
     documents: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}; it must be at least 1 (a position always sees itself)")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ValueError(f"window is {self.window}; it must be a whole number from 1 (a row sees itself)")
         if self.n_global < 0:
             raise ValueError(f"n_global is {self.n_global}; it must be 0 or more")
 

@@ -31,6 +31,8 @@ class AttentionPath(nn.Module):
         self, *, scale: float | None = None, softcap: float = 0.0, alibi: bool = False, dropout: float = 0.0
     ) -> None:
         super().__init__()
+        if not 0 <= dropout < 1 or not 0 <= softcap < float("inf"):
+            raise ValueError(f"dropout {dropout} must be in [0, 1), and softcap {softcap} 0 or more")
         self.scale = scale
         self.softcap = softcap
         self.alibi = alibi
@@ -64,6 +66,11 @@ class AttentionPath(nn.Module):
             from model.attention import require  # at the top it would be circular; here it only words the refusal
 
             require(self, rule.words())
+        if q.shape[1] % k.shape[1] or q.shape[2] > k.shape[2]:
+            raise ValueError(
+                f"{q.shape[1]} query heads on {k.shape[1]} key-value heads, {q.shape[2]} queries on {k.shape[2]} keys: "
+                f"the heads must divide, and the queries are the last of the keys' positions"
+            )
         return super().__call__(q, k, v, rule=rule)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:

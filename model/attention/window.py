@@ -28,7 +28,7 @@ class WindowAttention(AttentionPath):
     def rule_for(self, rule: MaskRule) -> MaskRule:
         if rule.window is not None:
             return rule
-        return replace(rule, window=self.own_rule.window, n_global=self.own_rule.n_global)
+        return replace(rule, window=self.own_rule.window, n_global=max(rule.n_global, self.own_rule.n_global))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
         rule = self.rule_for(rule)

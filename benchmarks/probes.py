@@ -90,7 +90,7 @@ def lens(options: Benchmark, n_tokens: int) -> Any:
 
 
 def ours(options: Benchmark, n_tokens: int) -> GPT:
-    sizes = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
+    sizes: dict[str, Any] = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
     return GPT(ModelConfig(**sizes, vocab_size=options.vocabulary, block_size=n_tokens, bias=True)).eval()
 
 

@@ -60,8 +60,7 @@ def capture(
     _check_tokens(model.config, ids)
     info = _describe(model, ids, token_bytes, step, checkpoint_hash)
     kept: dict[str, Tensor] = {}
-    infos: list[LayerInfo] = []
-    dtypes: list[str] = []
+    infos, dtypes = list[LayerInfo](), list[str]()
 
     def see(call: LayerCall) -> None:
         q, k, lse = call.path.factors(call.q, call.k, rule=call.rule)

@@ -74,8 +74,9 @@ def gpt2(options: Benchmark, n_tokens: int) -> Any:
     """transformers' GPT-2 with random weights and explicit attention."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
-    config = GPT2Config(**sizes, n_positions=n_tokens, vocab_size=options.vocabulary, attn_implementation="eager")
+    sizes: dict[str, Any] = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
+    sizes |= {"n_positions": n_tokens, "vocab_size": options.vocabulary, "attn_implementation": "eager"}
+    config = GPT2Config(**sizes)
     return GPT2LMHeadModel(config).eval()
 
 
@@ -84,7 +85,7 @@ def lens(options: Benchmark, n_tokens: int) -> Any:
     warnings.simplefilter("ignore", DeprecationWarning)
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    sizes = {"n_layers": options.layers, "n_heads": options.heads, "d_model": options.width}
+    sizes: dict[str, Any] = {"n_layers": options.layers, "n_heads": options.heads, "d_model": options.width}
     sizes |= {"d_head": options.width // options.heads, "d_vocab": options.vocabulary, "n_ctx": n_tokens}
     return HookedTransformer(HookedTransformerConfig(**sizes, act_fn="gelu_new", normalization_type="LN")).eval()
 

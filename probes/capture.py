@@ -137,10 +137,9 @@ def estimate_seconds(model: GPT, tokens: Sequence[int]) -> float:
 
 
 def working_memory(config: ModelConfig, n_tokens: int) -> int:
-    """Bytes that the pass itself needs besides the record, roughly: the residual stream, one layer's widest
-    activations and the logits of every position."""
-    widest = max(12 * config.n_embd, 2 * config.vocab_size)
-    return 4 * n_tokens * (4 * config.n_embd + widest)
+    """Bytes that the pass itself needs besides the record, roughly: the residual stream and one layer's widest
+    activations."""
+    return 4 * n_tokens * (4 + 12) * config.n_embd
 
 
 def check_room(

@@ -47,9 +47,9 @@ def test_a_wrong_result_is_refused(monkeypatch, capsys):
     assert err.startswith("glassgpt is wrong by 1.0e-03 (at most 0.0001): nothing is reported")
 
 
-def test_maps_and_statistics_agree_at_several_sizes():
+def test_maps_and_statistics_agree():
     options = replace(Benchmark(), layers=2, heads=4, width=32, vocabulary=50)
-    assert error_of(options, ["glassgpt", "transformers"])["glassgpt"] < 2e-5
+    assert error_of(options, "glassgpt") < 2e-5
 
 
 def test_explicit_statistics():

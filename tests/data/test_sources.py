@@ -169,3 +169,22 @@ def test_pydocs_is_the_same_in_every_process_and_imports_no_module_it_reads():
     assert len(outputs) == 1
     assert outputs.pop().split()[1:] == [pydocs_fingerprint(), "False"]
     assert open_source(DataConfig()).fingerprint() == pydocs_fingerprint()
+
+
+def test_repeats_is_text_between_random_sequences_that_come_four_times():
+    source = open_source(DataConfig(source="repeats"))
+    first, again = (
+        [tuple(document) for _, document in zip(range(300), source.documents(), strict=False)] for _ in "ab"
+    )
+    assert first == again
+    assert source.fingerprint() == open_source(DataConfig(source="repeats")).fingerprint() != pydocs_fingerprint()
+    text = "".join(document[0] for document in first)
+    assert "".join(read_pydocs()).encode("ascii", "ignore").decode().startswith(text[:100])
+    lengths = set()
+    for document in first:
+        for copies in document[1:]:
+            length = (len(copies) - 1) // 4
+            assert copies == "\n" + 4 * copies[1 : 1 + length]
+            lengths.add(length)
+    assert lengths == set(range(4, 17))
+    assert "".join(map("".join, first)).isascii()

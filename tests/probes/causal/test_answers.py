@@ -47,6 +47,17 @@ def test_ablate_reads_the_runs_own_validation_text(run, capsys):
     assert given["loss"] == about["loss"]
 
 
+def test_ablate_of_second_copies(run, capsys):
+    """The 18 characters of the run's text, 8 of them twice: 32 draws make 512 tokens."""
+    about, rows, _ = table_of(capsys, "ablate", run, "--repeated", "--tokens", "512")
+    assert about["tokens"] == 512
+    assert list(rows) == ["0.0", "0.1", "1.0", "1.1", "together"]
+    assert all(row["change"] == pytest.approx(row["loss"] - about["loss"]) for row in rows.values())
+    assert about["first_copies"] > 1
+    assert main(["ablate", str(run), "--repeated", "--text", "ab"]) == 2
+    assert "--repeated draws its own tokens" in capsys.readouterr().err
+
+
 def test_ablate_of_chosen_heads(run, capsys):
     full, few = (table_of(capsys, "ablate", run, "--heads", "1.1,0.0", *more)[1] for more in ([], ["--keep-patterns"]))
     assert list(full) == ["1.1", "0.0", "together"]

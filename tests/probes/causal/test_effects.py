@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from model.gpt import next_token_loss
 from probes.causal.effects import (
     ablation_losses,
     divergence,
@@ -199,3 +200,11 @@ def test_texts_that_cannot_be_compared_are_refused():
         next(edge_effects(tiny(), tokens(5), 5))
     with pytest.raises(ValueError, match="'linear' is no softmax"):
         next(edge_effects(tiny(attention="linear"), tokens(5), 4))
+
+
+def test_examples_may_be_given_and_only_some_targets_counted():
+    model, examples = tiny(), torch.stack([tokens(10, seed) for seed in range(3)])
+    logits = model(examples[:, :-1]).detach()
+    for counted in (slice(None), slice(5, None), slice(4)):
+        wanted = next_token_loss(logits[:, counted], examples[:, 1:][:, counted]).item()
+        assert ablation_losses(model, examples, [], counted=counted) == [pytest.approx(wanted, rel=1e-5)]

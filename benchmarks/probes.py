@@ -62,7 +62,7 @@ def explicit(pattern: Tensor) -> Tensor:
     return torch.stack([row.mean() for row in rows])
 
 
-def sizes_of(options: Benchmark) -> dict[str, int]:
+def sizes_of(options: Benchmark) -> dict[str, Any]:
     """By the names that transformers and glassgpt share."""
     return dict(n_layer=options.layers, n_head=options.heads, n_embd=options.width, vocab_size=options.vocabulary)
 
@@ -71,10 +71,8 @@ def gpt2(options: Benchmark, n_tokens: int) -> Any:
     """transformers' GPT-2 with random weights and explicit attention."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes: dict[str, Any] = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
-    sizes |= {"n_positions": n_tokens, "vocab_size": options.vocabulary, "attn_implementation": "eager"}
-    config = GPT2Config(**sizes)
-    return GPT2LMHeadModel(config).eval()
+    sizes = sizes_of(options) | {"n_positions": n_tokens, "attn_implementation": "eager"}
+    return GPT2LMHeadModel(GPT2Config(**sizes)).eval()
 
 
 def lens(options: Benchmark, n_tokens: int) -> Any:
@@ -88,8 +86,7 @@ def lens(options: Benchmark, n_tokens: int) -> Any:
 
 
 def ours(options: Benchmark, n_tokens: int) -> GPT:
-    sizes: dict[str, Any] = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
-    return GPT(ModelConfig(**sizes, vocab_size=options.vocabulary, block_size=n_tokens, bias=True)).eval()
+    return GPT(ModelConfig(**sizes_of(options), block_size=n_tokens, bias=True)).eval()
 
 
 def maps(tool: str, model: Any, ids: Tensor) -> Sequence[Tensor]:
@@ -181,11 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     rows: list[Sequence[Value]] = []
     for n_tokens in options.sizes:
-        first: tuple[float, int] | None = None
-        for tool in tools:
-            seconds, n_bytes = in_own_process(measure, options, tool, n_tokens)
-            first = first or (seconds, n_bytes)
-            rows.append((n_tokens, tool, seconds, n_bytes / 1e6, seconds / first[0], n_bytes / first[1]))
+        results = [in_own_process(measure, options, tool, n_tokens) for tool in tools]
+        for tool, (seconds, n_bytes) in zip(tools, results, strict=True):
+            ratios = (seconds / results[0][0], n_bytes / results[0][1])
+            rows.append((n_tokens, tool, seconds, n_bytes / 1e6, *ratios))
     about: dict[str, Any] = {name: getattr(options, name) for name in ("layers", "heads", "width", "threads")}
     about |= {"not_installed": [tool for tool in MODULES if tool not in tools]}
     if options.long:

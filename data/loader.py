@@ -78,13 +78,3 @@ class BatchLoader:
             raise ValueError(f"loader position {position} is outside the {len(self._tokens)} tokens: another corpus?")
         self._generator.set_state(state["generator"])
         self._position = position
-
-
-def check_token_ids(tokens: np.ndarray[Any, Any], vocab_size: int) -> None:
-    """ValueError for the first token outside the vocabulary. Bounded memory, also for a memory map."""
-    step = 1 << 20
-    for start in range(0, len(tokens), step):
-        outside = (tokens[start : start + step] >= vocab_size) | (tokens[start : start + step] < 0)
-        if outside.any():
-            at = start + int(outside.argmax())
-            raise ValueError(f"token id {tokens[at]} at position {at} is outside the vocabulary of {vocab_size} tokens")

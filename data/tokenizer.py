@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -56,11 +55,6 @@ class Tokenizer:
         if unknown not in ("error", "skip"):
             raise ValueError(f"unknown is {unknown!r}; choose from error, skip")
         return self.encode_array(text, unknown).tolist()
-
-    def encode_batch(self, texts: Iterable[str]) -> list[Array]:
-        """The token ids of each text, encoded on all cores."""
-        with ThreadPoolExecutor(n_cores()) as pool:
-            return list(pool.map(self.encode_array, texts))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for. ValueError for an id outside the vocabulary."""

@@ -44,9 +44,9 @@ class AttentionPath(nn.Module):
 
     @classmethod
     def option_names(cls) -> set[str]:
-        """The keyword arguments of the constructor, those of AttentionPath included."""
+        """The keyword arguments of the constructor, those of the classes that it builds on included."""
         names: set[str] = set()
-        for base in (cls, AttentionPath):
+        for base in (base for base in cls.__mro__ if issubclass(base, AttentionPath)):
             kinds = inspect.signature(base.__init__).parameters.values()
             names |= {p.name for p in kinds if p.kind is p.KEYWORD_ONLY}
         return names

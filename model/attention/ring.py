@@ -12,30 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.attention._blockwise import Block, Scoring, add_gradients, add_keys, cut, empty_result
+from model.attention._blockwise_path import BlockwiseAttention
 from model.attention.mask import MaskRule
-from model.attention.path import AttentionPath
 
 
-class RingAttention(AttentionPath):
+class RingAttention(BlockwiseAttention):
     """block: queries and keys in a tile. Under a process group q, k and v hold this process's `ring_positions` of the
     sequence, all T of them; without one, or with one process, it is a ring of one."""
-
-    supports = frozenset(
-        {"window", "globals", "documents", "bidirectional", "softcap", "alibi", "cache", "backward_cpu"}
-        | {"backward_cuda", "log_sum_exp"}
-    )
-
-    def __init__(self, *, block: int = 256, **options: Any) -> None:
-        super().__init__(**options)
-        if block < 1:
-            raise ValueError(f"block is {block}; a tile needs at least 1 query and key")
-        self.block = block
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
-        return self.attend(q, k, v, rule)[0]
-
-    def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
-        return self.attend(q, k, k, rule)[1]
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:  # noqa: ARG002
         return f"ring of {_place()[1]}"

@@ -13,32 +13,18 @@ import torch
 from torch import Tensor
 
 from model.attention._blockwise import Scoring, add_gradients, add_keys, cut, empty_result
+from model.attention._blockwise_path import BlockwiseAttention
 from model.attention.mask import MaskRule
-from model.attention.path import AttentionPath
 
 
-class TiledAttention(AttentionPath):
+class TiledAttention(BlockwiseAttention):
     """block: queries and keys in a tile. Every rule and option but dropout, any dtype, computed in at least float32."""
 
     _kernel_devices = ("cuda",)  # tests add "cpu" under Triton's interpreter
 
-    supports = frozenset(
-        {"window", "globals", "documents", "bidirectional", "softcap", "alibi", "cache", "backward_cpu"}
-        | {"backward_cuda", "log_sum_exp"}
-    )
-
-    def __init__(self, *, block: int = 256, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if block < 1:
-            raise ValueError(f"block is {block}; a tile needs at least 1 query and key")
-        self.block = block
         self._has_triton = find_spec("triton") is not None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> Tensor:
-        return self.attend(q, k, v, rule)[0]
-
-    def log_sum_exp(self, q: Tensor, k: Tensor, *, rule: MaskRule) -> Tensor:
-        return self.attend(q, k, k, rule)[1]
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:  # noqa: ARG002
         """ "triton" where the kernels of _triton.py are able to: they know every rule, but not float64."""

@@ -192,14 +192,6 @@ def test_lone_surrogates_become_replacement_characters(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\udc80b")) == "a\ufffdb"
 
 
-def test_a_batch_has_the_ids_of_each_text():
-    assert [ids.tolist() for ids in BPE.encode_batch(["the cat", "", "苹果"])] == [
-        BPE.encode("the cat"),
-        [],
-        BPE.encode("苹果"),
-    ]
-
-
 BYTES = [base64.b64encode(bytes([byte])).decode() for byte in range(256)]
 PATTERN = BPE.to_dict()["pattern"]
 

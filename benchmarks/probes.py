@@ -48,8 +48,10 @@ class Benchmark:
     """Its vocab_size."""
     long: int = 32768
     """Tokens of one more capture, of a model of 6 layers and width 384; 0 leaves it out."""
-    threads: int = 1
-    """Threads. One is what other work on the machine disturbs least."""
+    repeats: int = 3
+    """Measurements of each tool, in turns; the medians are reported."""
+    threads: int = 0
+    """Threads; 0 leaves the number to torch, one a core."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -136,7 +138,7 @@ def error_of(options: Benchmark, tool: str) -> float:
 
 def measure(options: Benchmark, tool: str, n_tokens: int) -> tuple[float, int]:
     """(seconds, bytes beyond the model) of one pass and the statistics of all heads."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
     model = BUILD[tool](options, n_tokens)
     answer(tool, model, torch.randint(options.vocabulary, (1, min(16, n_tokens))))  # libraries load
     ids = torch.randint(options.vocabulary, (1, n_tokens))
@@ -147,7 +149,7 @@ def measure(options: Benchmark, tool: str, n_tokens: int) -> tuple[float, int]:
 
 def measure_long(options: Benchmark, n_tokens: int) -> dict[str, float]:
     """Of a capture that no tool with maps could hold, and of one block of the saved record."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
     model = GPT(ModelConfig(n_layer=6, n_head=6, n_embd=384, vocab_size=1024, block_size=n_tokens)).eval()
     before, start = memory_bytes("cpu", "VmRSS"), time.perf_counter()
     record = capture(model, torch.randint(1024, (n_tokens,)))
@@ -167,8 +169,8 @@ def measure_long(options: Benchmark, n_tokens: int) -> dict[str, float]:
 @exit_on_user_error
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(Benchmark, arguments, "probes.py")
-    if min(options.sizes, default=0) < 1 or options.long < 0 or options.width % options.heads:
-        raise ValueError("--sizes must be at least 1, --long 0 or more, and --heads must divide --width")
+    if min(*options.sizes, options.repeats) < 1 or options.long < 0 or options.width % options.heads:
+        raise ValueError("--sizes and --repeats must be at least 1, --long 0 or more, and --heads must divide --width")
     tools = [tool for tool, module in MODULES.items() if importlib.util.find_spec(module) is not None]
     if "transformers" not in tools:
         raise ValueError("the maps of transformers are the oracle: pip install -e '.[test]'")
@@ -178,11 +180,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     rows: list[Sequence[Value]] = []
     for n_tokens in options.sizes:
-        results = [in_own_process(measure, options, tool, n_tokens) for tool in tools]
+        turns = [[in_own_process(measure, options, tool, n_tokens) for tool in tools] for _ in range(options.repeats)]
+        results = [tuple(map(statistics.median, zip(*of_tool, strict=True))) for of_tool in zip(*turns, strict=True)]
         for tool, (seconds, n_bytes) in zip(tools, results, strict=True):
             ratios = (seconds / results[0][0], n_bytes / results[0][1])
             rows.append((n_tokens, tool, seconds, n_bytes / 1e6, *ratios))
-    about: dict[str, Any] = {name: getattr(options, name) for name in ("layers", "heads", "width", "threads")}
+    about: dict[str, Any] = {name: getattr(options, name) for name in ("layers", "heads", "width", "repeats")}
+    about |= {"threads": options.threads or torch.get_num_threads()}
     about |= {"not_installed": [tool for tool in MODULES if tool not in tools]}
     if options.long:
         about["long_tokens"] = options.long

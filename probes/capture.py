@@ -1,5 +1,6 @@
 """Capture: one pass of the model on its own attention path, watched by ordinary forward hooks."""
 
+import contextlib
 import hashlib
 import math
 import shutil
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from model import GPT, ModelConfig
+from model.attention.flash import KernelLogSumExp
 from model.attention.mask import MaskRule
 from model.attention.path import AttentionPath, alibi_slopes
 from probes.record import AttentionRecord, LayerInfo, RecordInfo
 
-_VERIFIED_ROWS = 1024  # a head; all rows of a longer text would cost more than the pass itself
+_VERIFIED_ROWS = 256  # a head; all rows of a longer text would cost more than the pass itself
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def capture(
     dtype: float32 runs in the model's own dtype, bfloat16 and float16 under autocast, as in training.
 
     The model is in eval mode while it runs. Each layer is verified as it passes: rows rebuilt from q, k and the
-    log-sum-exp must sum to one, and applied to v must give the kernel's output (1,024 evenly spaced rows of a longer
+    log-sum-exp must sum to one, and applied to v must give the kernel's output (256 evenly spaced rows of a longer
     text). ValueError with layer, head, row and deviation when they do not, and for bad tokens or layers.
     """
     ids = torch.as_tensor(tokens, device=model.token_embedding.weight.device).reshape(1, -1)  # (1, T)
@@ -63,7 +65,7 @@ def capture(
     infos, dtypes = list[LayerInfo](), list[str]()
 
     def see(call: LayerCall) -> None:
-        q, k, lse = call.path.factors(call.q, call.k, rule=call.rule)
+        q, k, lse = _factors(call, kernel.take())
         parts = {"q": q, "k": k, "lse": lse.float(), "v": call.v}
         tensors = {f"layers.{call.layer}.{name}": part[0].cpu().contiguous() for name, part in parts.items()}
         infos.append(_layer_info(call))
@@ -72,19 +74,22 @@ def capture(
         if not values:
             del tensors[f"layers.{call.layer}.v"]
         kept.update(tensors)
+        if call.layer == chosen[-1]:
+            raise _AllSeen
 
-    was_training = model.training
+    was_training, kernel = model.training, KernelLogSumExp()
     autocast = torch.autocast(ids.device.type, getattr(torch, dtype), enabled=dtype in ("bfloat16", "float16"))
-    # Nobody reads the logits, which would take more memory than a record: one position is unembedded.
-    unread = model.lm_head.register_forward_pre_hook(lambda _, args: args[0][:, -1:])
     try:
         model.eval()
-        with torch.no_grad(), autocast, watching(model, chosen, see):
+        with torch.no_grad(), autocast, kernel, watching(model, chosen, see), contextlib.suppress(_AllSeen):
             model(ids)
     finally:
-        unread.remove()
         model.train(was_training)
     return AttentionRecord(replace(info, layers=tuple(infos), dtype=dtypes[0]), kept)
+
+
+class _AllSeen(Exception):
+    """Ends the pass after the last layer that is kept: nobody reads what comes then, the logits least of all."""
 
 
 @contextmanager
@@ -217,6 +222,13 @@ def _describe(
         layers=(),
         versions={name: version(name) for name in ("torch", "safetensors")},
     )
+
+
+def _factors(call: LayerCall, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and lse as the path factors them; what its kernel has just computed is not computed again."""
+    if call.path.name == "flash" and lse is not None:
+        return call.q, call.k, lse
+    return call.path.factors(call.q, call.k, rule=call.rule)
 
 
 def _layer_info(call: LayerCall) -> LayerInfo:

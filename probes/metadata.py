@@ -36,6 +36,11 @@ class LayerInfo:
     alibi_slopes: tuple[float, ...] | None = None
     kind: str = "softmax"
 
+    @property
+    def q_scale(self) -> float:
+        """What multiplies q before its products with k."""
+        return self.scale if self.kind == "softmax" else 1.0
+
 
 @dataclass(frozen=True)
 class RecordInfo:
@@ -80,16 +85,17 @@ def is_plain_causal(rule: MaskRule) -> bool:
     return rule.causal and rule.window is None and rule.documents is None
 
 
-def weigh(info: LayerInfo, head: int, products: Tensor, lse: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Weights, as if every pair were allowed, from the products q_i·k_j, which are overwritten, and the log-sum-exp."""
+def log_weights(info: LayerInfo, head: int, products: Tensor, lse: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """ln A[i, j], as if every pair were allowed, from the products of q_scale·q_i and k_j, which are
+    overwritten, and the lse."""
     if info.kind == "linear":
-        return products.mul_(torch.exp(-lse))
-    scores = products.mul_(info.scale)
+        return products.log_().sub_(lse)
+    scores = products
     if info.softcap > 0:
         scores = info.softcap * torch.tanh(scores / info.softcap)
     if info.alibi_slopes is not None:
         scores = scores - info.alibi_slopes[head] * (i - j).abs()
-    return scores.sub_(lse).exp_()
+    return scores.sub_(lse)
 
 
 def to_json(info: RecordInfo) -> str:

@@ -31,15 +31,15 @@ from probes.metadata import (
     choices,
     from_json,
     is_plain_causal,
+    log_weights,
     one_line,
     to_json,
-    weigh,
 )
 from probes.statistics import RowStatistics, received, statistics, top_keys
 
 __all__ = ["AttentionRecord", "LayerInfo", "RecordInfo", "allowed_pairs", "replacing"]
 
-_BLOCK_ROWS = 256  # rows of one map that are held at once
+_BLOCK_WEIGHTS = 2**18  # of one map that are held at once: as many as a core's cache takes
 
 
 class AttentionRecord:
@@ -103,27 +103,17 @@ class AttentionRecord:
         rows and columns are slices of positions with step 1. ValueError for a layer or head that is not there.
         """
         self.check((layer,), (head,))
-        rows, columns = self._positions(rows), self._positions(columns)
-        q = self.tensor(layer, "q", (head, rows))  # (rows, D)
-        k = self.tensor(layer, "k", (self.group(head), columns))  # (columns, D)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(columns.start, columns.stop)[None, :]
-        lse, info = self.tensor(layer, "lse", (head, rows))[:, None], self.layer_info(layer)
-        weights = weigh(info, head, q.to(dtype) @ k.to(dtype).T, lse, i, j)
-        # Where only the future is forbidden, the columns up to the first query need no look at each pair.
-        first = max(0, rows.start - columns.start) if is_plain_causal(info.rule) else 0
-        weights[:, first:].masked_fill_(~allowed(info.rule, i, j[:, first:]), 0.0)
-        return weights.float()
+        return self._log_block(layer, head, self._positions(rows), self._positions(columns)).exp_().float()
 
     def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:
         """The weight of each pair (rows[p], columns[p]), (P,) float32: one dot product each."""
         self.check((layer,), (head,))
         q, k = self.tensor(layer, "q", (head,)), self.tensor(layer, "k", (self.group(head),))  # (T, D)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        products = (q[rows].to(dtype) * k[columns].to(dtype)).sum(-1)
-        lse = self.tensor(layer, "lse", (head,))[rows]
         info = self.layer_info(layer)
-        weights = weigh(info, head, products, lse, rows, columns)
+        products = (q[rows].to(dtype) * info.q_scale * k[columns].to(dtype)).sum(-1)
+        lse = self.tensor(layer, "lse", (head,))[rows]
+        weights = log_weights(info, head, products, lse, rows, columns).exp_()
         return weights.masked_fill(~allowed(info.rule, rows, columns), 0.0).float()
 
     def row(self, layer: int, head: int, i: int) -> Tensor:
@@ -145,25 +135,36 @@ class AttentionRecord:
 
     def bands(self, layer: int, head: int, at_most: int | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
         """The map from top to bottom, never more than a few hundred rows at once, as (rows, columns, weights): only the
-        columns that the mask rule can reach; the rest of the rows is zero.
+        columns that the mask rule can reach; the rest of the rows is zero. See `log_bands`."""
+        for rows, columns, weights, _ in self.log_bands(layer, head, at_most):
+            yield rows, columns, weights
+
+    def log_bands(
+        self, layer: int, head: int, at_most: int | None = None
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """As `bands`, and the logarithms of the weights: the lowest finite number where the mask forbids.
 
         `at_most` takes only evenly spaced blocks with about that many rows in total, the last row among them.
         ValueError, with layer, head, row and deviation, when a row does not sum to one: then q, k, lse or the rule
         are not those of one kernel.
         """
+        self.check((layer,), (head,))
         rule, n = self.layer_info(layer).rule, self.n_tokens
-        starts = list(range(0, n, _BLOCK_ROWS))
+        starts = [0]
+        while starts[-1] + _block_rows(starts[-1]) < n:
+            starts.append(starts[-1] + _block_rows(starts[-1]))
         if at_most is not None and at_most < n:
-            n_blocks = max(2, at_most // _BLOCK_ROWS)
+            n_blocks = max(2, at_most * len(starts) // n)
             starts = sorted({starts[round(x * (len(starts) - 1) / (n_blocks - 1))] for x in range(n_blocks)})
         for start in starts:
-            rows = slice(start, min(start + _BLOCK_ROWS, n))
+            rows = slice(start, min(start + _block_rows(start), n))
             near = rule.window is not None and rule.n_global == 0
             first = max(0, start - (rule.window or 0) + 1) if near else 0
             columns = slice(first, rows.stop if rule.causal else n)
-            weights = self.block(layer, head, rows, columns)
+            logs = self._log_block(layer, head, rows, columns).float()
+            weights = logs.exp()
             self._check_sums(layer, head, start, weights)
-            yield rows, columns, weights
+            yield rows, columns, weights, logs
 
     def pooled(self, layer: int, head: int, n_cells: int, how: Literal["max", "mean"] = "max") -> Tensor:
         """The map shrunk to at most n_cells × n_cells: of each cell the largest weight, so that single bright weights
@@ -237,6 +238,20 @@ class AttentionRecord:
             raise ValueError(f"{path} is a damaged attention record ({one_line(error)})") from None
         return cls(info, file)
 
+    def _log_block(self, layer: int, head: int, rows: slice, columns: slice) -> Tensor:
+        """ln of the weights, (rows, columns) in at least float32; the lowest finite number where the mask forbids, so
+        that its exponential is exactly 0 and 0 times it is 0."""
+        q = self.tensor(layer, "q", (head, rows))  # (rows, D)
+        k = self.tensor(layer, "k", (self.group(head), columns))  # (columns, D)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(columns.start, columns.stop)[None, :]
+        lse, info = self.tensor(layer, "lse", (head, rows))[:, None], self.layer_info(layer)
+        logs = log_weights(info, head, q.to(dtype) * info.q_scale @ k.to(dtype).T, lse, i, j)
+        # Where only the future is forbidden, the columns up to the first query need no look at each pair.
+        first = max(0, rows.start - columns.start) if is_plain_causal(info.rule) else 0
+        logs[:, first:].masked_fill_(~allowed(info.rule, i, j[:, first:]), torch.finfo(torch.float32).min)
+        return logs if info.kind == "softmax" else logs.clamp_min_(torch.finfo(torch.float32).min)  # ln 0
+
     def _shape(self, key: str) -> tuple[int, ...]:
         if isinstance(self._tensors, Mapping):
             return tuple(self._tensors[key].shape)
@@ -257,6 +272,12 @@ class AttentionRecord:
                 f"layer {layer} head {head} row {first_row + row}: the weights sum to {float(weights[row].sum()):.6f}, "
                 f"{float(deviation[row]):.1e} from 1 (limit {limit:g}); q, k, log-sum-exp and mask do not fit"
             )
+
+
+def _block_rows(start: int) -> int:
+    """How many rows from `start` on make a block: fewer where a causal map is wide, whatever the layer's rule, so that
+    the blocks of two records lie side by side."""
+    return min(256, max(16, _BLOCK_WEIGHTS // (start + 256)))
 
 
 @contextmanager

@@ -51,34 +51,20 @@ class RowStatistics:
 
 
 def statistics(record: "AttentionRecord", layer: int, head: int, *, n_sink: int = 1) -> RowStatistics:
-    """One pass. What is linear in the row is a column of V in weights @ V: the position, the first `n_sink` keys, and,
-    for the entropy H_i = lse_i - Σ_j A[i, j]·score[i, j] = lse_i - scale·q_i·(A K)_i, the keys themselves."""
+    """One walk over the map; each block of rows is looked at while it lies in cache."""
     info, n = record.layer_info(layer), record.n_tokens
     places = torch.arange(n, dtype=torch.float32)
-    has_plain_scores = info.kind == "softmax" and info.softcap == 0
-    columns = [(places < n_sink).float()[:, None]]  # each (T, columns)
-    if has_plain_scores:
-        columns.append(record.tensor(layer, "k", (record.group(head),)).float())
-    if info.rule.causal:
-        columns.append(places[:, None] / n)
-    values = torch.cat(columns, dim=1)
     parts: list[list[Tensor]] = []
-    for rows, reach, weights in record.bands(layer, head):
+    for rows, reach, weights, logs in record.log_bands(layer, head):
         i, j = places[rows], places[reach]
-        sums = weights @ values[reach]  # (rows, columns)
-        distance = i - n * sums[:, -1] if info.rule.causal else (weights * (i[:, None] - j).abs()).sum(-1)
-        if has_plain_scores:
-            q = record.tensor(layer, "q", (head, rows)).float()
-            score = info.scale * (q * sums[:, 1 : 1 + record.head_dim]).sum(-1)
-            if info.alibi_slopes is not None:
-                score = score - info.alibi_slopes[head] * distance
-            entropy = record.tensor(layer, "lse", (head, rows)).float() - score
-        else:
-            entropy = torch.special.entr(weights).sum(-1)
+        entropy = -torch.linalg.vecdot(weights, logs)
+        # No key lies after its query where the rule is causal: the mean distance follows from the mean position.
+        distance = i - weights @ j if info.rule.causal else (weights * (i[:, None] - j).abs()).sum(-1)
         confidence, argmax = weights.max(-1)
+        sink = weights[:, : max(0, n_sink - reach.start)].sum(-1)
         reference = i + 1 if is_plain_causal(info.rule) else allowed_pairs(info.rule, i.long(), j.long()).sum(-1)
         offset = torch.arange(rows.start, rows.stop) - reach.start - argmax
-        parts.append([entropy.clamp_min(0), reference.log(), distance.clamp_min(0), sums[:, 0], confidence, offset])
+        parts.append([entropy.clamp_min(0), reference.log(), distance.clamp_min(0), sink, confidence, offset])
     return RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention.mask import MaskRule
 from model.attention.path import AttentionPath, query_positions
@@ -16,6 +17,27 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+# The CPU kernel computes the log-sum-exp for its own backward pass and returns it beside the output.
+_CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class KernelLogSumExp(TorchDispatchMode):
+    """While it lasts, `take` gives the log-sum-exp (B, H, T) that the CPU kernel computed when it last ran; once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is _CPU_KERNEL:
+            self._last = result[1]
+        return result
+
+    def take(self) -> Tensor | None:
+        last, self._last = self._last, None
+        return last
 
 
 class FlashAttention(AttentionPath):
@@ -45,11 +67,9 @@ class FlashAttention(AttentionPath):
         if q.device.type != "cpu":
             return super().log_sum_exp(q, k, rule=rule)
         mask, is_causal = _mask(q, k, rule)
-        # The CPU kernel computes the log-sum-exp for its own backward pass; this operator is how to read it.
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         if mask is not None:
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
-        _, lse = kernel(q, k, k, 0.0, is_causal, attn_mask=mask, scale=self.scale)
+        _, lse = _CPU_KERNEL(q, k, k, 0.0, is_causal, attn_mask=mask, scale=self.scale)
         return lse
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule) -> str:

@@ -24,6 +24,7 @@ from probes.causal.interventions import (
 from probes.checks.path_check import layer_calls
 
 _TOKENS_AT_ONCE, _LOGITS_AT_ONCE = 8192, 1 << 26
+_LEAST_DIFFERENCE = 1e-3  # logits, between clean and corrupted: what less is divided by is no effect
 
 
 @torch.no_grad()
@@ -197,8 +198,11 @@ def patch_scores(model: GPT, clean: Tensor, corrupt: Tensor, answer: int, other:
         return logits[:, answer] - logits[:, other]
 
     start, end = float(difference(corrupt[None])), float(difference(clean[None]))
-    if abs(end - start) <= 1e-5 * max(1.0, abs(start), abs(end)):
-        raise ValueError(f"both texts give the same logit difference {start:.4f}; there is nothing to restore")
+    if not abs(end - start) > _LEAST_DIFFERENCE:
+        raise ValueError(
+            f"both texts give nearly the same logit difference ({start:.4f} corrupted, {end:.4f} clean): there is "
+            "nothing to restore; choose texts that differ in what the answer depends on"
+        )
     n_layer, n_head, n_tokens = model.config.n_layer, model.config.n_head, len(clean)
     values = {call.layer: call.out for call in layer_calls(model, clean[None])}
     flow, stream, heads = streams(model, clean[None]), [], []

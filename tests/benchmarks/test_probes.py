@@ -62,7 +62,10 @@ def test_explicit_statistics():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--sizes", "0"], "--sizes must be at least 1"), (["--width", "10", "--heads", "3"], "--heads must divide")],
+    [
+        (["--sizes", "0"], "--sizes and --repeats must be at least 1"),
+        (["--width", "10", "--heads", "3"], "--heads must divide"),
+    ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):
     assert main(arguments) == 2

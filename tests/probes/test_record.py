@@ -213,3 +213,19 @@ def test_maps_of_an_imported_gpt2_are_those_of_transformers(path):
             rows = record.statistics(layer, head)
             torch.testing.assert_close(rows.entropy, torch.special.entr(expected).sum(-1), rtol=0, atol=1e-4)
         assert maps.std() > 0.01  # far from uniform
+
+
+def test_a_capture_ends_with_the_last_layer_that_it_keeps():
+    model, ran = tiny(), []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    capture(model, tokens(9), layers=[0])
+    assert "blocks.0.attn.path" in ran
+    assert not [name for name in ran if name.startswith(("blocks.0.mlp", "blocks.1", "lm_head"))]
+
+
+def test_maps_are_those_of_transformer_lens():
+    pytest.importorskip("transformer_lens", reason="TransformerLens (benchmark extra) is not installed")
+    from benchmarks.probes import Benchmark, error_of
+
+    assert error_of(replace(Benchmark(), layers=2, heads=4, width=32, vocabulary=50), "TransformerLens") < 2e-5

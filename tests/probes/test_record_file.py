@@ -56,7 +56,7 @@ def test_documents_and_windows_survive_the_file(tmp_path):
     made = AttentionRecord(info, {"layers.0.q": q[0], "layers.0.k": k[0], "layers.0.lse": lse})
     made.save(tmp_path / "a.safetensors")
     loaded = AttentionRecord.load(tmp_path / "a.safetensors")
-    torch.testing.assert_close(loaded.weights(0, 1), path.weights(q, k, rule=rule)[0, 1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(loaded.weights(0, 1), path.weights(q, k, rule=rule)[0, 1], atol=1e-5, rtol=0)
     assert loaded.weights(0, 1)[20, :15].max() == 0
     assert loaded.weights(0, 1)[14, 0] > 0
 

@@ -5,6 +5,7 @@ import torch
 
 from model import GPT, ModelConfig
 from model.attention import build
+from model.attention.flash import KernelLogSumExp
 from model.attention.mask import MaskRule
 from tests.counting import LargestTensor, largest_tensor
 
@@ -63,3 +64,17 @@ def test_a_kernel_that_is_not_there_is_refused_by_name(kernel):
 def test_an_unknown_kernel_is_refused_with_the_choices():
     with pytest.raises(ValueError, match="flash kernel is 'fast'; choose one of: auto, flash, efficient, cudnn, math"):
         build("flash", kernel="fast")
+
+
+def test_the_log_sum_exp_of_a_forward_pass_is_kept_as_it_runs():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 33, 64)
+    path = build("flash")
+    with torch.no_grad(), KernelLogSumExp() as kernel:
+        assert kernel.take() is None
+        out = path(q, k, v, rule=MaskRule())
+        lse = kernel.take()
+        assert kernel.take() is None
+    scores = (q.double() @ k.double().mT / 8).masked_fill(torch.ones(33, 33).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=0)
+    assert torch.equal(out, path(q, k, v, rule=MaskRule()))

@@ -196,6 +196,12 @@ def test_texts_that_cannot_be_compared_are_refused():
         patch_scores(tiny(), tokens(5), tokens(4), 0, 1)
     with pytest.raises(ValueError, match="same logit difference"):
         patch_scores(tiny(), tokens(5), tokens(5), 0, 1)
+    nearly = tokens(5)
+    model = tiny()
+    with torch.no_grad():  # two tokens that differ by next to nothing
+        model.token_embedding.weight[7] = model.token_embedding.weight[nearly[0]] + 1e-5
+    with pytest.raises(ValueError, match="nearly the same logit difference"):
+        patch_scores(model, nearly, torch.cat((torch.tensor([7]), nearly[1:])), 0, 1)
     with pytest.raises(ValueError, match="query 5 does not exist; the text has 5 tokens"):
         next(edge_effects(tiny(), tokens(5), 5))
     with pytest.raises(ValueError, match="'linear' is no softmax"):

@@ -10,16 +10,11 @@ from model import GPT
 from probes.commands import Compare, Heads, Rollout, Stats, Timeline, check_output, numbers
 from probes.pictures.labels import labels
 from probes.record import AttentionRecord
-from probes.scores import Scores, roles, score_heads, score_record
+from probes.scores import SCORES, Scores, roles, score_heads, score_record
 from probes.statistics import map_difference, rollout
 from probes.table import Table, Value
 from probes.timeline import Row, Tokens, draw_timeline, timeline_table
 
-# In the order of the columns; whatever a record or a layer cannot have is empty.
-SCORES = (
-    *("previous", "duplicate", "induction", "prefix", "sink", "entropy_share", "confidence", "positional", "offset"),
-    *("entropy", "distance", "received", "copying", "q_composition", "k_composition", "v_composition"),
-)
 STATISTICS = ("entropy", "entropy_share", "distance", "sink", "confidence", "positional", "offset", "received")
 
 

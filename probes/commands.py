@@ -79,6 +79,36 @@ class Map(OnText):
 
 
 @dataclass(frozen=True)
+class Page(OnText):
+    """Writes one HTML file to walk through attention in a browser: every head, exact weights, no network."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """A record, or a run directory; without --text and --file the records that training kept (--probe.interval), else
+    the run's own text."""
+    output: Output = "page.html"
+    """The page to write."""
+    layers: str = "all"
+    """Which layers to show, such as 0,1."""
+
+
+@dataclass(frozen=True)
+class Serve(OnText):
+    """Serves the same page on this machine, for texts of any length: a map is made where it is looked at."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """A record, or a run directory as for page."""
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is this machine alone."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port is {self.port}; it must be 0 to 65535")
+
+
+@dataclass(frozen=True)
 class Check(OnModel):
     """Measures whether a model keeps its promises: causality, mask, scale, cached decoding. Exit code 1 if not."""
 
@@ -109,6 +139,11 @@ class Ablate(OnText):
             raise ValueError("--repeated draws its own tokens; leave out --text and --file")
         if self.tokens < 2:
             raise ValueError(f"--tokens is {self.tokens}; a loss needs at least 2")
+
+    @property
+    def is_default(self) -> bool:
+        """Of every head, on the run's own data: what the page shows beside the heads."""
+        return self.heads == "all" and not (self.keep_patterns or self.repeated or self.text or self.file)
 
 
 @dataclass(frozen=True)
@@ -234,7 +269,22 @@ class Timeline(OnModel):
     """Picture (*.png, *.svg) to write."""
 
 
-Command: Any = Capture | Map | Check | Ablate | Knockout | Patch | Lens | Heads | Stats | Rollout | Compare | Timeline
+Command: Any = (
+    Capture
+    | Map
+    | Page
+    | Serve
+    | Check
+    | Ablate
+    | Knockout
+    | Patch
+    | Lens
+    | Heads
+    | Stats
+    | Rollout
+    | Compare
+    | Timeline
+)
 
 
 def numbers(flag: str, text: str) -> list[int] | None:
@@ -251,6 +301,15 @@ def check_output(output: str, suffixes: tuple[str, ...]) -> None:
         raise ValueError(f"give -o a file name that ends in {' or '.join(suffixes)}, not {output!r}")
     if not path.parent.is_dir():
         raise ValueError(f"-o {output}: there is no folder {path.parent}")
+
+
+def check_map(command: Map) -> None:
+    """ValueError for what `map` cannot write."""
+    if command.output:
+        check_output(command.output, (".png", ".svg", ".csv"))
+    is_table = command.output.lower().endswith(".csv") or command.json
+    if is_table and not (command.layer.isdecimal() and command.head.isdecimal()):
+        raise ValueError("a table holds one head; give --layer and --head")
 
 
 def tokens_of(run: Any, text: str, unknown: Literal["error", "skip"]) -> list[int]:

@@ -89,8 +89,10 @@ def run_page(command: commands.Page) -> int:
 
 
 def run_serve(command: commands.Serve) -> int:
-    from viewer.server import serve
-
+    try:
+        from viewer.server import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serve needs {error.name}; install it with: pip install 'glassgpt[serve]'") from error
     return serve(_view(command), command.source, host=command.host, port=command.port, as_json=command.json)
 
 

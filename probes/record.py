@@ -97,8 +97,8 @@ class AttentionRecord:
             return self._tensors[key][index]
         return self._tensors.get_slice(key)[index]
 
-    def block(self, layer: int, head: int, rows: slice, columns: slice) -> Tensor:
-        """Exact weights of some queries on some keys: (rows, columns) float32; exactly 0 where the mask forbids.
+    def block(self, layer: int, head: int, rows: slice, columns: slice, forbidden: float = 0.0) -> Tensor:
+        """Exact weights of some queries on some keys: (rows, columns) float32; `forbidden` where the mask forbids.
 
         rows and columns are slices of positions with step 1. ValueError for a layer or head that is not there.
         """
@@ -112,7 +112,7 @@ class AttentionRecord:
         weights = weigh(info, head, q.to(dtype) @ k.to(dtype).T, lse, i, j)
         # Where only the future is forbidden, the columns up to the first query need no look at each pair.
         first = max(0, rows.start - columns.start) if is_plain_causal(info.rule) else 0
-        weights[:, first:].masked_fill_(~allowed(info.rule, i, j[:, first:]), 0.0)
+        weights[:, first:].masked_fill_(~allowed(info.rule, i, j[:, first:]), forbidden)
         return weights.float()
 
     def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:

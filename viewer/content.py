@@ -196,8 +196,12 @@ def kept_records(run: Path) -> dict[int, AttentionRecord]:
     """The newest records that training kept in a run directory, by step. ValueError for a damaged one."""
     paths = sorted((run / "records").glob("step-*.safetensors"))[-_MOST_RECORDS:]
     records = [AttentionRecord.load(path) for path in paths]
-    # A page has one text: records of an earlier vocabulary or block_size are left out.
-    return {record.info.step: record for record in records if record.info.token_ids == records[-1].info.token_ids}
+    # One page is of one text and one shape: records of an earlier run in this place are left out.
+    return {record.info.step: record for record in records if _shape(record) == _shape(records[-1])}
+
+
+def _shape(record: AttentionRecord) -> tuple[Any, ...]:
+    return record.info.token_ids, record.layers, record.n_head, record.n_kv_head, record.head_dim
 
 
 def _layer(info: LayerInfo) -> dict[str, Any]:

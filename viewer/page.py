@@ -23,7 +23,7 @@ from viewer.content import View, view_of_model
 
 MOST_BYTES = 30_000_000
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("weights.js", "draw.js", "map.js", "lines.js", "heads.js", "page.js")
+_SCRIPTS = ("weights.js", "draw.js", "map.js", "lines.js", "heads.js", "strip.js", "page.js", "controls.js")
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,14 @@ class PageSize:
     head_dim: int
     itemsize: int = 4
     n_steps: int = 1
+    n_predicted: int = 1  # steps of which the model's predictions are known
 
     @classmethod
     def of(cls, view: View) -> "PageSize":
         record = view.last
         sizes = (record.n_tokens, len(view.shown_layers), record.n_head, record.n_kv_head, record.head_dim)
-        return cls(*sizes, 2 if record.info.dtype == "bfloat16" else 4, len(view.records))
+        n_predicted = sum("predictions" in known for known in view.known.values())
+        return cls(*sizes, 2 if record.info.dtype == "bfloat16" else 4, len(view.records), n_predicted)
 
     @classmethod
     def of_model(cls, config: Any, n_tokens: int, layers: Sequence[int] | None) -> "PageSize":
@@ -55,20 +57,25 @@ class PageSize:
         """About; base64 takes four characters for three bytes."""
         row = (self.n_head + self.n_kv_head) * self.head_dim * self.itemsize + self.n_head * 4  # q, k and lse
         tensors = self.n_layers * self.n_tokens * row * 4 // 3
-        words = self.n_tokens * 160 + self.n_layers * self.n_head * 450  # tokens, predictions; scores
-        return self.n_steps * (tensors + words) + sum(file.stat().st_size for file in _ASSETS.iterdir())
+        words = self.n_tokens * 35 + self.n_layers * self.n_head * 400  # tokens; scores
+        predictions = self.n_predicted * self.n_tokens * 130
+        assets = sum(file.stat().st_size for file in _ASSETS.iterdir())
+        return self.n_steps * (tensors + words) + predictions + assets
+
+    def most(self, name: str) -> int:
+        """How large n_tokens, n_layers or n_steps may be, the rest as it is; at least 1."""
+        none, one = (replace(self, **{name: n}).n_bytes for n in (0, 1))
+        return max(1, (MOST_BYTES - none) // (one - none))
 
     def check(self) -> int:
         """The size. ValueError, naming a smaller choice, when that is more than a page should have."""
         if self.n_bytes <= MOST_BYTES:
             return self.n_bytes
-        fits = [n for n in range(1, self.n_layers) if replace(self, n_layers=n).n_bytes <= MOST_BYTES]
-        n_tokens = self.n_tokens * MOST_BYTES // replace(self, n_layers=1).n_bytes
-        choice = (
-            f"choose fewer layers, such as --layers {','.join(map(str, range(fits[-1])))}"
-            if fits
-            else f"choose one layer and at most about {n_tokens:,} tokens"
-        )
+        one = replace(self, n_layers=1)
+        if one.n_bytes <= MOST_BYTES:
+            choice = f"choose fewer layers, such as --layers {','.join(map(str, range(self.most('n_layers'))))}"
+        else:
+            choice = f"choose one layer and at most {one.most('n_tokens'):,} tokens"
         raise ValueError(
             f"the page would have {readable(self.n_bytes)}, more than {readable(MOST_BYTES)}; {choice}, "
             "or look at all of it with: probe.py serve"
@@ -77,8 +84,7 @@ class PageSize:
 
 def fit_steps(view: View) -> View:
     """As many evenly spaced steps, the last among them, as a page can hold."""
-    one = replace(PageSize.of(view), n_steps=1)
-    return view.thinned(max(1, MOST_BYTES // one.n_bytes))
+    return view.thinned(PageSize.of(view).most("n_steps"))
 
 
 def write_page(view: View, path: Path | str) -> None:
@@ -90,8 +96,7 @@ def write_page(view: View, path: Path | str) -> None:
 
 def write_run_page(model: Any, tokenizer: Tokens, tokens: Sequence[int], run: Path, step: int) -> AttentionRecord:
     """page.html in the directory of a run that has just ended, of as many tokens as a page can hold. The record."""
-    none, one = (PageSize.of_model(model.config, n, None).n_bytes for n in (0, 1))
-    most = max(1, (MOST_BYTES - none) // (one - none))
+    most = PageSize.of_model(model.config, len(tokens), None).most("n_tokens")
     view = view_of_model(model, tokenizer, tokens[:most], run=run, title=str(run), step=step)
     write_page(view, run / "page.html")
     return view.last

@@ -61,6 +61,7 @@ def serve(view: View, source: str, *, host: str, port: int, as_json: bool) -> in
 
 def listen(host: str, port: int) -> socket.socket:
     """ValueError when that is not possible."""
+    listener = None
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -68,6 +69,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(place)
         listener.listen(128)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise ValueError(f"cannot listen on {host}, port {port} ({error.strerror}); choose another --port") from error
     return listener
 

@@ -133,8 +133,8 @@ function drawAxes(context, map, area) {
     context.textBaseline = "middle";
     const place = (text, away, position) => {
       context.textAlign = turn ? "left" : "right";
-      context.fillText(text, turn ? edge + away : edge - away, position, 62);
-      return Math.min(context.measureText(text).width, 62);
+      context.fillText(text, turn ? edge + away : edge - away, position, 52);
+      return Math.min(context.measureText(text).width, 52);
     };
     const step = zoom >= LABEL_ZOOM ? 1 : roundStep(46 / zoom);
     for (let index = Math.ceil(Math.max(axis.from - 0.4, 0) / step) * step; index < axis.to - 0.4; index += step) {
@@ -146,7 +146,7 @@ function drawAxes(context, map, area) {
       if (!isNamed) context.fillRect(turn ? edge - 6 : edge + 2, position - 0.5, 4, 1);
       context.fillStyle = palette.muted;
       context.font = `9px ${MONO}`;
-      if (isNamed && width + 6 * String(index).length < plot.x - 32) place(String(index), width + 5, position);
+      if (isNamed && width + 6 * String(index).length < plot.x - 24) place(String(index), width + 5, position);
     }
     context.fillStyle = palette.accent;
     for (const hit of map.hits) {

@@ -144,7 +144,7 @@ class Scatter {
 
   draw() {
     const { points } = this;
-    const [width, height, left, bottom] = [300, 190, 34, 168];
+    const [width, height, left, bottom] = [300, 166, 34, 144];
     const span = (values) => {
       const [low, high] = [Math.min(0, ...values), Math.max(...values, 1e-9)];
       return { low, high: high > 0.5 && high <= 1 ? 1 : high };

@@ -3,7 +3,7 @@
 // whose cells are not smaller than a pixel. Cells are pooled by their maximum, so a single bright weight is seen at any zoom.
 
 const MAX_ZOOM = 64; // pixels of a cell
-const LABEL_ZOOM = 12; // from here on every token is named
+const LABEL_ZOOM = 11; // from here on every token is named
 const VALUE_ZOOM = 34; // from here on every weight is printed
 
 class MapView {
@@ -36,7 +36,7 @@ class MapView {
   /** The part of the canvas that holds cells. */
   get plot() {
     const { clientWidth, clientHeight } = this.canvas;
-    const gutter = clientWidth < 480 ? 70 : 92;
+    const gutter = clientWidth < 480 ? 58 : 84;
     return { x: gutter, y: gutter, width: clientWidth - gutter - 1, height: clientHeight - gutter - 1 };
   }
 
@@ -206,9 +206,14 @@ class MapView {
     const [x, y] = [this.snap(this.screenX(this.focus.column)), this.snap(this.screenY(this.focus.row))];
     const size = Math.max(this.zoom, 3);
     context.fillStyle = context.strokeStyle = this.palette.accent;
-    context.globalAlpha = this.zoom < 3 ? 0.35 : 0.16;
+    context.globalAlpha = this.zoom < 6 ? 0.3 : 0.1;
     context.fillRect(plot.x, y, plot.width, size);
     context.fillRect(x, plot.y, size, plot.height);
+    context.globalAlpha = 0.6;
+    for (const edge of this.zoom < 6 ? [] : [0, size]) {
+      context.fillRect(plot.x, y + edge - 0.5, plot.width, 1);
+      context.fillRect(x + edge - 0.5, plot.y, 1, plot.height);
+    }
     context.globalAlpha = 1;
     context.lineWidth = this.isLocked ? 2.5 : 1.5;
     context.strokeRect(x - 0.5, y - 0.5, size + 1, size + 1);

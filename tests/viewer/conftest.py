@@ -40,7 +40,8 @@ def open_page(browser):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
         page.goto(address)
-        wait_until(page, "map.frame === null && map.valueAt(0, 0) !== undefined")
+        corner = "map.valueAt(map.view.y >> map.level, map.view.x >> map.level)"
+        wait_until(page, f"map.frame === null && {corner} !== undefined")
         return page
 
     yield go

@@ -158,12 +158,13 @@ function drawAxes(context, map, area) {
 }
 
 function drawAxisNames(context, { plot, palette, zoom }, area) {
+  const away = zoom >= LABEL_ZOOM ? plot.x - 9 : 45; // from the plot
   context.fillStyle = palette.muted;
   context.font = "600 11px system-ui, sans-serif";
   [context.textAlign, context.textBaseline] = ["center", "middle"];
-  context.fillText("key →", plot.x + Math.max((area.x1 - area.x0) * zoom, 40) / 2, 9);
+  context.fillText("key →", plot.x + Math.max((area.x1 - area.x0) * zoom, 40) / 2, plot.y - away);
   context.save();
-  context.translate(9, plot.y + Math.max((area.y1 - area.y0) * zoom, 40) / 2);
+  context.translate(plot.x - away, plot.y + Math.max((area.y1 - area.y0) * zoom, 40) / 2);
   context.rotate(-Math.PI / 2);
   context.fillText("← query", 0, 0);
   context.restore();

@@ -146,8 +146,9 @@ class Scatter {
     const { points } = this;
     const [width, height, left, bottom] = [300, 166, 34, 144];
     const span = (values) => {
-      const [low, high] = [Math.min(0, ...values), Math.max(...values, 1e-9)];
-      return { low, high: high > 0.5 && high <= 1 ? 1 : high };
+      const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
+      const top = high > 0.5 && high < 1 ? 1 : high;
+      return { low, high: top - low < 1e-6 ? low + 1 : top };
     };
     const [xs, ys] = [span(points.map((point) => point.x)), span(points.map((point) => point.y))];
     const at = ({ x, y }) => ({
@@ -172,17 +173,20 @@ class Scatter {
       const order = [...points].sort((a, b) => b[axis] - a[axis]);
       return [...order.slice(0, 3), ...order.slice(-1)];
     }));
-    const labelled = []; // the places of labels, so that none covers another
     const isChosen = (point) => point.name === this.chosen;
-    for (const point of [...points].sort((a, b) => isChosen(b) - isChosen(a) || extremes.has(b) - extremes.has(a))) {
+    const order = points.sort((a, b) => isChosen(a) - isChosen(b) || extremes.has(a) - extremes.has(b)); // last is on top
+    for (const point of order) {
       const { x, y } = at(point);
       const dot = add("circle", { cx: x, cy: y, r: isChosen(point) ? 5.5 : 4, class: isChosen(point) ? "chosen" : "dot" });
       const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
       title.textContent = `${point.name}: ${tick(point.x)}, ${tick(point.y)}`;
       dot.append(title);
       dot.addEventListener("click", () => this.on.choose(...point.name.split(".").map(Number)));
-      const isFree = labelled.every((other) => Math.abs(other.x - x) > 30 || Math.abs(other.y - y) > 12);
-      if (!isFree || !(isChosen(point) || extremes.has(point))) continue;
+    }
+    const labelled = []; // the places of labels, so that none covers another
+    for (const point of order.reverse().filter((point) => isChosen(point) || extremes.has(point))) {
+      const { x, y } = at(point);
+      if (labelled.some((other) => Math.abs(other.x - x) < 30 && Math.abs(other.y - y) < 12)) continue;
       labelled.push({ x, y });
       const isRight = x > width - 44;
       add("text", { x: isRight ? x - 8 : x + 8, y: y + 4, "text-anchor": isRight ? "end" : "start" }, point.name);

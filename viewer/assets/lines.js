@@ -95,8 +95,8 @@ class LinesView {
         if (share < FAINTEST) continue;
         const isFocused = focus && (direction === "row" ? i === focus.row : j === focus.column);
         context.strokeStyle = isFocused ? palette.accent : rgb(palette, 0.8);
-        context.globalAlpha = focus && !isFocused ? share * 0.15 : share;
-        context.lineWidth = isFocused ? 1 + 2 * share : 1.5;
+        context.globalAlpha = Math.sqrt(share) * (focus && !isFocused ? 0.2 : 1);
+        context.lineWidth = isFocused ? 1 + 4 * share : 1 + share;
         context.beginPath();
         context.moveTo(left, this.y(i));
         context.bezierCurveTo((left + right) / 2, this.y(i), (left + right) / 2, this.y(j), right, this.y(j));

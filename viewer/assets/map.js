@@ -207,8 +207,8 @@ class MapView {
     const size = Math.max(this.zoom, 3);
     context.fillStyle = context.strokeStyle = this.palette.accent;
     context.globalAlpha = this.zoom < 6 ? 0.3 : 0.1;
-    context.fillRect(plot.x, y, plot.width, size);
-    context.fillRect(x, plot.y, size, plot.height);
+    for (const [from, length] of [[plot.x, x - plot.x], [x + size, plot.width]]) context.fillRect(from, y, length, size);
+    for (const [from, length] of [[plot.y, y - plot.y], [y + size, plot.height]]) context.fillRect(x, from, size, length);
     context.globalAlpha = 0.6;
     for (const edge of this.zoom < 6 ? [] : [0, size]) {
       context.fillRect(plot.x, y + edge - 0.5, plot.width, 1);

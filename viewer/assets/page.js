@@ -56,6 +56,7 @@ function render(withHeads) {
   byId("map").hidden = !isMap;
   byId("lines").hidden = isMap;
   byId("minimap").hidden ||= !isMap;
+  byId("zoom").hidden = !isMap;
   map.show(shown);
   lines.show(shown);
   if (withHeads) grid.show({ step, palette, log, hideFirst, content });
@@ -78,7 +79,7 @@ function renderLabels() {
   byId("head-name").textContent = name;
   byId("step").value = content.steps.indexOf(state.step);
   byId("step-shown").textContent = state.step;
-  const ticks = state.log ? ["≤ 0.0001", "0.001", "0.01", "0.1", "1"] : ["0", "0.25", "0.5", "0.75", "1"];
+  const ticks = state.log ? ["≤1e-4", "0.001", "0.01", "0.1", "1"] : ["0", "0.25", "0.5", "0.75", "1"];
   byId("ticks").replaceChildren(...ticks.map((text) => make("span", text)));
   const mask = [
     rule.causal ? "causal" : "both ways",
@@ -119,7 +120,7 @@ async function renderFocus() {
   const at = focus && (isSource ? focus.row : focus.column);
   const colours = { palette: map.palette, log, hidesFirst: state.hideFirst && isSource };
   byId("lock").textContent = isLocked ? "locked; Esc unlocks" : focus ? "click to lock" : "";
-  byId("strip-says").textContent = !focus ? `${n}` : isSource ? `how much token ${at} looks at each` : `how much each looks at token ${at}`;
+  byId("strip-says").textContent = !focus ? `${n} in all` : isSource ? `how much token ${at} looks at each` : `how much each looks at token ${at}`;
   byId("looks").hidden = !focus;
   byId("hint").hidden = Boolean(focus);
   showStrip(at ?? Math.max(strip.start, 0));
@@ -163,7 +164,7 @@ function bar(share, ...parts) {
 function showBrightest(at, values) {
   const isSource = state.direction === "source";
   byId("brightest-title").textContent = isSource ? `Token ${at} looks most at` : `Token ${at} is most looked at by`;
-  const order = Array.from(values.keys()).filter((index) => values[index] > 0).sort((a, b) => values[b] - values[a]);
+  const order = Array.from(values.keys()).filter((index) => values[index] >= 5e-4).sort((a, b) => values[b] - values[a]);
   byId("brightest").replaceChildren(...order.slice(0, 8).map((index) => {
     const item = bar(values[index], make("small", index), make("b", labels[index]), make("span", values[index].toFixed(3)));
     item.addEventListener("click", () => lock(isSource ? { row: at, column: index } : { row: index, column: at }));

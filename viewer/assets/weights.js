@@ -59,7 +59,9 @@ class Source {
   /** Tiles that were asked for and are not `wanted` any more are given up. */
   forget(wanted) {
     for (const [key, entry] of this.kept) {
-      if (key.startsWith("tile/") && entry.value === undefined && !wanted.has(key)) entry.abort.abort();
+      if (!key.startsWith("tile/") || entry.value !== undefined || wanted.has(key)) continue;
+      entry.abort.abort();
+      this.kept.delete(key);
     }
   }
 
@@ -77,7 +79,7 @@ class Source {
     }
     this.kept.delete(key);
     this.kept.set(key, entry);
-    if (this.kept.size > 512) this.kept.delete(this.kept.keys().next().value);
+    if (this.kept.size > 300) this.kept.delete(this.kept.keys().next().value);
     return entry.promise;
   }
 }
@@ -200,11 +202,12 @@ class ServerSource extends Source {
 
   /** The answer, after as many tries as the server needs to make a head's coarse levels (status 202). */
   async ask(address, signal) {
-    for (;;) {
+    for (let tries = 0; ; tries++) {
       const answer = await fetch(address, { signal });
-      if (answer.status === 200) return answer;
-      if (answer.status !== 202) throw new Error((await answer.text()).split("\n")[0] || `status ${answer.status}`);
-      this.onProgress((await answer.json()).progress);
+      const isMaking = answer.status === 202;
+      if (!isMaking && !answer.ok) throw new Error((await answer.text()).split("\n")[0] || `status ${answer.status}`);
+      if (address.startsWith("tile") && (isMaking || tries > 0)) this.onProgress(isMaking ? (await answer.json()).progress : 1);
+      if (!isMaking) return answer;
       await new Promise((resume) => setTimeout(resume, 300));
       signal?.throwIfAborted();
     }

@@ -76,6 +76,8 @@ class Map(OnText):
     """Number of the head, several, or all. More than one make a grid of thumbnails named layer.head."""
     output: Output = ""
     """Picture (*.png, *.svg) or, for one head, table (*.csv) to write."""
+    title: bool = True
+    """Say above a picture what made it."""
 
 
 @dataclass(frozen=True)

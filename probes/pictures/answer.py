@@ -17,10 +17,11 @@ def show_map(command: Map, record: AttentionRecord) -> None:
     layer, head = layers[0], heads[0]
     is_one_head = command.layer.isdecimal() and command.head.isdecimal()
     if command.output and not is_one_head:
-        draw_heads(record, command.output, layers=layers, heads=heads)
+        draw_heads(record, command.output, layers=layers, heads=heads, title=command.title)
+    elif command.output.lower().endswith(".csv"):
+        write_csv(record, layer, head, command.output)
     elif command.output:
-        is_csv = command.output.lower().endswith(".csv")
-        (write_csv if is_csv else draw_head)(record, layer, head, command.output)
+        draw_head(record, layer, head, command.output, title=command.title)
     elif command.json:
         weights = record.weights(layer, head).tolist()
         print(json.dumps({"layer": layer, "head": head, "tokens": record.info.token_texts, "weights": weights}))

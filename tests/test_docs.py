@@ -52,7 +52,7 @@ def test_named_files_and_lines_exist(page):
     for span in spans(page):
         if match := re.fullmatch(r"([\w/.]+\.py)::([\w.]+)", span):
             assert match[2] in set(names(REPOSITORY / match[1])), span
-        elif re.fullmatch(r"(model|data|training|probes|tests|benchmarks|configs)/[\w/.]*", span) and "foo" not in span:
+        elif re.fullmatch(r"(model|data|training|probes|viewer|tests|benchmarks|configs)/[\w/.]*", span) and "foo" not in span:
             assert (REPOSITORY / span).exists() or (REPOSITORY / f"{span}.py").exists(), span
 
 

@@ -227,7 +227,7 @@ def test_hostile_tokens_are_only_text(tmp_path, open_page):
     shown = [spans.nth(i).evaluate(own) for i in range(len(HOSTILE))]
     assert shown == page.evaluate("labels")
     assert shown[0] == HOSTILE[0].replace(" ", "␣")
-    assert all(text.strip() and text.isprintable() or "\u200d" in text for text in shown)
+    assert all((text.strip() and text.isprintable()) or "\u200d" in text for text in shown)
     assert page.evaluate("[typeof window.hacked, document.images.length]") == ["undefined", 0]
     point_at(page, 9, 0)
     assert shown[0] in tooltip(page)
@@ -261,9 +261,10 @@ def test_lengths(tmp_path, open_page, n):
 def test_fits_the_width_and_names_every_control(tmp_path, open_page, width, scheme):
     page = open_page(written(tmp_path, captured()), viewport={"width": width, "height": 844}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    unnamed = """() => [...document.querySelectorAll("button, input, select, canvas:not([aria-hidden]), svg, [tabindex]")]
-        .filter((one) => !one.closest("[hidden], .layer button > *"))
-        .filter((one) => !(one.textContent.trim() || one.ariaLabel || one.labels?.length)).map((one) => one.outerHTML)"""
+    unnamed = """() => [...document.querySelectorAll("button, input, select, svg, [tabindex]")]
+        .filter((one) => !one.closest("[hidden]"))
+        .filter((one) => !(one.textContent.trim() || one.ariaLabel || one.labels?.length))
+        .map((one) => one.outerHTML)"""
     assert page.evaluate(unnamed) == []
     is_dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] < 128")
     assert is_dark == (scheme == "dark")

@@ -13,7 +13,7 @@ function setTheme(theme) {
 
 function repaint() {
   map.palette = null;
-  render(true);
+  render();
 }
 
 function search(text, isNext) {

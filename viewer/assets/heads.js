@@ -186,10 +186,10 @@ class Scatter {
     const labelled = []; // the places of labels, so that none covers another
     for (const point of order.reverse().filter((point) => isChosen(point) || extremes.has(point))) {
       const { x, y } = at(point);
-      if (labelled.some((other) => Math.abs(other.x - x) < 30 && Math.abs(other.y - y) < 12)) continue;
-      labelled.push({ x, y });
-      const isRight = x > width - 44;
-      add("text", { x: isRight ? x - 8 : x + 8, y: y + 4, "text-anchor": isRight ? "end" : "start" }, point.name);
+      const left = x > width - 40 ? x - 8 - 6 * point.name.length : x + 8;
+      if (labelled.some((other) => Math.abs(other.left - left) < 28 && Math.abs(other.y - y) < 12)) continue;
+      labelled.push({ left, y });
+      add("text", { x: left, y: y + 4 }, point.name);
     }
     this.svg.setAttribute("aria-label", `${points.length} heads by ${this.selects[0].value} and ${this.selects[1].value}`);
   }

@@ -135,8 +135,8 @@ class LinesView {
     if (!weights) return;
     const mass = (from, to) => weights.slice(from, to).reduce((sum, weight) => sum + Math.max(weight, 0), 0);
     const [above, below] = [mass(0, this.top), mass(this.top + this.nShown, this.n)];
-    [context.fillStyle, context.textAlign, context.font] = [this.palette.accent, "right", `11px ${MONO}`];
-    if (above > 0.005) context.fillText(`↑ ${above.toFixed(2)} on earlier keys`, right - 8, 10);
-    if (below > 0.005) context.fillText(`↓ ${below.toFixed(2)} on later keys`, right - 8, height - 8);
+    [context.fillStyle, context.textAlign, context.font] = [this.palette.accent, "left", `11px ${MONO}`];
+    if (above > 0.005) context.fillText(`↑ ${above.toFixed(2)}`, right + 38, 10);
+    if (below > 0.005) context.fillText(`↓ ${below.toFixed(2)}`, right + 38, height - 8);
   }
 }

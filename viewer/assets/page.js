@@ -44,36 +44,38 @@ async function update(changes) {
     if (found?.step !== state.step) return; // another step was chosen meanwhile
     content = found;
   }
-  render(changed("step", "log", "hideFirst"));
+  render(changed("step", "log", "hideFirst"), changed("step", "log", "layer", "head", "view", "direction"));
   if (state.isLocked && changed("focus", "view")) view().reveal(state.focus);
 }
 
-function render(withHeads) {
+/** withHeads: also the thumbnails; withLabels: also what stays when only the focus moves. */
+function render(withHeads = true, withLabels = true) {
   const { step, layer, head, focus, isLocked, log, hideFirst, direction } = state;
   const palette = (map.palette ??= readPalette());
   const shown = { head: { step, layer, head }, focus, isLocked, log, hideFirst, palette, direction };
+  map.show(shown);
+  lines.show(shown);
+  if (withHeads) grid.show({ step, palette, log, hideFirst, content });
+  if (withHeads || withLabels) renderLabels();
+  renderFocus();
+  saveLink();
+}
+
+/** The controls, and what is known of the step and of the head. */
+function renderLabels() {
+  const { layer, head, direction } = state;
+  const name = `${layer}.${head}`;
   const isMap = state.view === "map";
   byId("map").hidden = !isMap;
   byId("lines").hidden = isMap;
   byId("minimap").hidden ||= !isMap;
   byId("zoom").hidden = !isMap;
-  map.show(shown);
-  lines.show(shown);
-  if (withHeads) grid.show({ step, palette, log, hideFirst, content });
   grid.select(layer, head);
-  if (withHeads || scatter.chosen !== `${layer}.${head}`) scatter.show({ content, chosen: `${layer}.${head}` });
+  scatter.show({ content, chosen: name });
   const pressed = { source: direction === "source", destination: direction !== "source", "show-map": isMap, "show-lines": !isMap };
   for (const [id, isOn] of Object.entries(pressed)) byId(id).setAttribute("aria-pressed", String(isOn));
-  [byId("log").checked, byId("hide-first").checked] = [log, hideFirst];
-  renderLabels();
-  renderFocus();
-  saveLink();
-}
-
-/** What is known of the step and of the head. */
-function renderLabels() {
-  const name = `${state.layer}.${state.head}`;
-  const { path, kernel, rule } = source.layers.get(state.layer);
+  [byId("log").checked, byId("hide-first").checked] = [state.log, state.hideFirst];
+  const { path, kernel, rule } = source.layers.get(layer);
   const { dtype, step, checkpoint } = content.model;
   define(byId("about"), { path, kernel, dtype, step, checkpoint: checkpoint.slice(0, 8) });
   byId("head-name").textContent = name;

@@ -47,15 +47,20 @@ class TokenStrip {
       const index = this.start + offset;
       const isShown = values !== null && values[index] >= 0 && !(hidesFirst && index === 0);
       const share = isShown ? shade(values[index], log) : 0;
-      span.style.background = isShown ? rgb(palette, share) : "";
-      span.style.color = isShown ? inkOn(palette, share) : "";
-      span.setAttribute("aria-selected", String(index === at));
+      const colour = isShown ? rgb(palette, share) : "";
+      if (colour !== span.colour) {
+        Object.assign(span.style, { background: colour, color: isShown ? inkOn(palette, share) : "" });
+        span.colour = colour; // asking the style itself would be slow
+      }
       span.classList.toggle("found", this.found.has(index));
     }
-    const chosen = this.spans[at - this.start];
-    if (at === null || !chosen) return;
+    this.selected?.removeAttribute("aria-selected");
+    this.selected = this.spans[at - this.start];
+    if (at === null || !this.selected) return;
+    this.selected.setAttribute("aria-selected", "true");
     const box = this.container;
-    if (chosen.offsetTop < box.scrollTop || chosen.offsetTop + 24 > box.scrollTop + box.clientHeight) box.scrollTop = chosen.offsetTop - 24;
+    const { offsetTop: top } = this.selected;
+    if (top < box.scrollTop || top + 24 > box.scrollTop + box.clientHeight) box.scrollTop = top - 24;
   }
 
   /** Finds a text, in any case and across tokens: `hits` are its places' first tokens, `found` all tokens that hold it. */

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probes import commands
-from probes.commands import check_map, check_output, numbers, tokens_of
+from probes.arguments import check_output, numbers, tokens_of
 from training.cli import exit_on_user_error, parse
 
 if TYPE_CHECKING:
@@ -33,32 +33,14 @@ def run_capture(command: commands.Capture) -> int:
     check_output(command.output, (".safetensors",))
     text = command.read_text()
 
-    from probes.capture import check_room, estimate_seconds, readable
+    from probes.answers import keep_record
 
     run = _load(command)
-    layers = numbers("--layers", command.layers)
-    tokens = tokens_of(run, text, command.unknown)
-    n_layers, folder = len(set(layers)) if layers else None, Path(command.output).parent
-    kept: dict[str, Any] = {"n_layers": n_layers, "values": command.values, "dtype": run.dtype}
-    size = check_room(run.config.model, len(tokens), folder, **kept)
-    if not command.json:
-        seconds = estimate_seconds(run.model, tokens)
-        print(f"{len(tokens)} tokens: a record of about {readable(size)}, in about {seconds:.1g} s", flush=True)
-    record = _capture(run, tokens, layers, command.values)
-    record.save(command.output)
-    n_bytes = Path(command.output).stat().st_size
-    if command.json:
-        about = {"record": command.output, "estimated_bytes": size, "bytes": n_bytes, "tokens": len(tokens)}
-        first = record.info.layers[0]
-        made = {"layers": record.layers, "path": first.path, "kernel": first.kernel, "dtype": record.info.dtype}
-        print(json.dumps(about | made | {"step": run.step}))
-    else:
-        print(f"wrote {command.output}, {readable(n_bytes)}; its row sums and outputs agree with the kernel's")
-    return 0
+    return keep_record(command, run.model, run.tokenizer, tokens_of(run, text, command.unknown), **_about(run))
 
 
 def run_map(command: commands.Map) -> int:
-    check_map(command)
+    commands.check_map(command)
     record = _open(command)
 
     from probes.pictures.answer import show_map
@@ -70,22 +52,9 @@ def run_map(command: commands.Map) -> int:
 def run_page(command: commands.Page) -> int:
     check_output(command.output, (".html",))
 
-    from probes.capture import readable
-    from viewer.page import PageSize, fit_steps, write_page
+    from viewer.page import answer
 
-    view = fit_steps(_view(command))
-    size, steps = PageSize.of(view).check(), sorted(view.records)
-    if not command.json:
-        of = f", {len(steps)} steps of training" if len(steps) > 1 else ""
-        print(f"{view.last.n_tokens} tokens{of}: a page of about {readable(size)}", flush=True)
-    write_page(view, command.output)
-    n_bytes = Path(command.output).stat().st_size
-    if command.json:
-        about = {"page": command.output, "estimated_bytes": size, "bytes": n_bytes, "tokens": view.last.n_tokens}
-        print(json.dumps(about | {"layers": view.shown_layers, "steps": steps}))
-    else:
-        print(f"wrote {command.output}, {readable(n_bytes)}; it opens in a browser, without a network")
-    return 0
+    return answer(_view(command), command.output, as_json=command.json)
 
 
 def run_serve(command: commands.Serve) -> int:
@@ -241,10 +210,9 @@ def _load(command: Any) -> "Run":
 
 
 def _capture(run: "Run", tokens: list[int], layers: list[int] | None, values: bool) -> "AttentionRecord":
-    from probes.capture import capture
+    from probes.capture import capture_text
 
-    token_bytes = [run.tokenizer.token_bytes(token) for token in tokens]
-    return capture(run.model, tokens, layers=layers, values=values, token_bytes=token_bytes, **_about(run))
+    return capture_text(run.model, run.tokenizer, tokens, layers=layers, values=values, **_about(run))
 
 
 def _about(run: "Run") -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from probes.arguments import check_output
+
 # A required positional would hide what tyro says about a mistyped flag; an empty one is refused in main.
 Source = Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
 Output = Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
@@ -289,22 +291,6 @@ Command: Any = (
 )
 
 
-def numbers(flag: str, text: str) -> list[int] | None:
-    """`0,2` -> [0, 2]; None for all."""
-    if text != "all" and not all(part.isdecimal() for part in text.split(",")):
-        raise ValueError(f"{flag} {text} is no number from 0; give one, several such as 0,1, or all")
-    return None if text == "all" else [int(part) for part in text.split(",")]
-
-
-def check_output(output: str, suffixes: tuple[str, ...]) -> None:
-    """ValueError unless a file with one of these suffixes can be written there."""
-    path = Path(output)
-    if path.suffix.lower() not in suffixes:
-        raise ValueError(f"give -o a file name that ends in {' or '.join(suffixes)}, not {output!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"-o {output}: there is no folder {path.parent}")
-
-
 def check_map(command: Map) -> None:
     """ValueError for what `map` cannot write."""
     if command.output:
@@ -312,14 +298,3 @@ def check_map(command: Map) -> None:
     is_table = command.output.lower().endswith(".csv") or command.json
     if is_table and not (command.layer.isdecimal() and command.head.isdecimal()):
         raise ValueError("a table holds one head; give --layer and --head")
-
-
-def tokens_of(run: Any, text: str, unknown: Literal["error", "skip"]) -> list[int]:
-    """The tokens of a text for the model of this run. ValueError when there are none or too many."""
-    tokens: list[int] = run.tokenizer.encode(text, unknown=unknown)
-    if not tokens:
-        raise ValueError("no token is left of the text; at least one is needed")
-    limit = run.config.model.block_size
-    if len(tokens) > limit:
-        raise ValueError(f"the text has {len(tokens)} tokens; this model reads at most {limit} (model.block_size)")
-    return tokens

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from probes.capture import capture
+from probes.capture import Tokenizer, capture_text
 from probes.pictures.labels import label, labels
 from probes.record import AttentionRecord, LayerInfo
 from probes.scores import SCORES, roles, score_heads, score_record
-from probes.timeline import Tokens
 
 Scores = Mapping[str, Mapping[str, float]]  # of each head by its name, "0.1"
 
@@ -123,7 +122,7 @@ def head_scores(record: AttentionRecord) -> dict[str, dict[str, float]]:
 
 def view_of_model(
     model: Any,
-    tokenizer: Tokens,
+    tokenizer: Tokenizer,
     tokens: Sequence[int],
     *,
     run: Path,
@@ -132,8 +131,7 @@ def view_of_model(
     **about: Any,
 ) -> View:
     """Runs a model on tokens and keeps all that a page can say. run: its directory. about: for `capture`."""
-    names = [tokenizer.token_bytes(token) for token in tokens]
-    record = capture(model, tokens, layers=layers, token_bytes=names, **about)
+    record = capture_text(model, tokenizer, tokens, layers=layers, **about)
     return View.of(record, known=known_of_model(model, tokenizer, record, run), title=title)
 
 
@@ -147,7 +145,7 @@ def view_of_kept(run: Any, **about: Any) -> View | None:
     return View(records, known=known, text="random tokens, twice", **about) if records else None
 
 
-def known_of_model(model: Any, tokenizer: Tokens, record: AttentionRecord, run: Path) -> dict[str, Any]:
+def known_of_model(model: Any, tokenizer: Tokenizer, record: AttentionRecord, run: Path) -> dict[str, Any]:
     """`scores`, of random tokens and where its length allows of the text, `predictions`, and the run's `ablation`."""
     text = record if _FEWEST <= record.n_tokens <= _MOST else None
     known: dict[str, Any] = {"predictions": predictions(model, tokenizer, record.info.token_ids)}
@@ -162,7 +160,7 @@ def known_of_model(model: Any, tokenizer: Tokens, record: AttentionRecord, run: 
 
 
 @torch.no_grad()
-def predictions(model: Any, tokenizer: Tokens, token_ids: Sequence[int]) -> list[list[tuple[str, float]]] | None:
+def predictions(model: Any, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[list[tuple[str, float]]] | None:
     """What the model expects after each position: up to 5 (label, probability), likeliest first. None where the logits
     of the whole text would take more than half a gigabyte."""
     if len(token_ids) * model.config.vocab_size > _MOST_LOGITS:

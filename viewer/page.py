@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probes.capture import readable
+from probes.capture import Tokenizer, readable
 from probes.record import AttentionRecord, replacing
-from probes.timeline import Tokens
 from viewer.content import View, view_of_model
 
 MOST_BYTES = 30_000_000
@@ -82,9 +81,21 @@ class PageSize:
         )
 
 
-def fit_steps(view: View) -> View:
-    """As many evenly spaced steps, the last among them, as a page can hold."""
-    return view.thinned(PageSize.of(view).most("n_steps"))
+def answer(view: View, output: str, *, as_json: bool) -> int:
+    """`probe.py page`: says how large the page will be and writes it, with as many steps of training as fit."""
+    view = view.thinned(PageSize.of(view).most("n_steps"))
+    size, steps = PageSize.of(view).check(), sorted(view.records)
+    if not as_json:
+        of = f", {len(steps)} steps of training" if len(steps) > 1 else ""
+        print(f"{view.last.n_tokens} tokens{of}: a page of about {readable(size)}", flush=True)
+    write_page(view, output)
+    n_bytes = Path(output).stat().st_size
+    if as_json:
+        about = {"page": output, "estimated_bytes": size, "bytes": n_bytes, "tokens": view.last.n_tokens}
+        print(json.dumps(about | {"layers": view.shown_layers, "steps": steps}))
+    else:
+        print(f"wrote {output}, {readable(n_bytes)}; it opens in a browser, without a network")
+    return 0
 
 
 def write_page(view: View, path: Path | str) -> None:
@@ -94,7 +105,7 @@ def write_page(view: View, path: Path | str) -> None:
         beside.write_text(text, encoding="utf-8")
 
 
-def write_run_page(model: Any, tokenizer: Tokens, tokens: Sequence[int], run: Path, step: int) -> AttentionRecord:
+def write_run_page(model: Any, tokenizer: Tokenizer, tokens: Sequence[int], run: Path, step: int) -> AttentionRecord:
     """page.html in the directory of a run that has just ended, of as many tokens as a page can hold. The record."""
     most = PageSize.of_model(model.config, len(tokens), None).most("n_tokens")
     view = view_of_model(model, tokenizer, tokens[:most], run=run, title=str(run), step=step)

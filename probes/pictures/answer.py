@@ -4,7 +4,8 @@ import json
 
 from rich.console import Console
 
-from probes.commands import Map, numbers
+from probes.arguments import numbers
+from probes.commands import Map
 from probes.pictures.draw import draw_head, draw_heads, write_csv
 from probes.pictures.terminal import print_head, print_heads
 from probes.record import AttentionRecord

@@ -134,7 +134,7 @@ def test_a_mistake_is_one_line_and_code_2(run, tmp_path, capsys, arguments, mess
 
 def test_a_page_too_large_is_refused_before_the_model_runs(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("viewer.page.MOST_BYTES", 1000)
-    monkeypatch.setattr("probes.capture.capture", lambda *_, **__: pytest.fail("ran"))
+    monkeypatch.setattr("viewer.content.capture_text", lambda *_, **__: pytest.fail("ran"))
     code, out, err = probe(capsys, "page", run, "--text", TEXT, "-o", tmp_path / "a.html")
     assert (code, out) == (2, "")
     assert re.search(r"would have .* kB, more than 1 kB; choose .* or look at all of it with: probe\.py serve", err)

@@ -18,7 +18,7 @@ from probes.record import AttentionRecord
 from tests.probes.small import tiny, tokens
 from viewer import show
 from viewer.content import View, kept_records
-from viewer.page import MOST_BYTES, PageSize, build_page, fit_steps, write_page
+from viewer.page import MOST_BYTES, PageSize, answer, build_page, write_page
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -189,13 +189,13 @@ def test_steps_of_training_are_in_one_page_the_last_first(tmp_path):
     assert sorted(view.thinned(1).records) == [15]
 
 
-def test_only_as_many_steps_as_fit(monkeypatch):
+def test_only_as_many_steps_as_fit(tmp_path, capsys, monkeypatch):
     records = {step: capture(tiny(seed=step), tokens(200), step=step) for step in (1, 2, 3, 4)}
     view = View(records)
     two = PageSize.of(View({step: records[step] for step in (1, 2)})).n_bytes
     monkeypatch.setattr("viewer.page.MOST_BYTES", two)
-    assert sorted(fit_steps(view).records) == [2, 4]
-    assert fit_steps(View({1: records[1]})).records == {1: records[1]}
+    answer(view, str(tmp_path / "a.html"), as_json=True)
+    assert json.loads(capsys.readouterr().out)["steps"] == [2, 4]
 
 
 def test_a_notebook_gets_the_page_in_a_frame_of_its_own():

@@ -162,6 +162,7 @@ function listen() {
   };
 }
 
+document.documentElement.style.setProperty("--digits", String(n).length);
 byId("title").textContent = content.title;
 byId("heads-say").textContent = content.ablation ? "± loss when ablated" : "";
 byId("training").hidden = content.steps.length < 2;

@@ -146,7 +146,7 @@ function drawAxes(context, map, area) {
       if (!isNamed) context.fillRect(turn ? edge - 6 : edge + 2, position - 0.5, 4, 1);
       context.fillStyle = palette.muted;
       context.font = `9px ${MONO}`;
-      if (isNamed && width + 6 * String(index).length < plot.x - 24) place(String(index), width + 5, position);
+      if (isNamed && width + 6 * String(index).length < plot.x - 34) place(String(index), width + 5, position);
     }
     context.fillStyle = palette.accent;
     for (const hit of map.hits) {
@@ -158,7 +158,7 @@ function drawAxes(context, map, area) {
 }
 
 function drawAxisNames(context, { plot, palette, zoom }, area) {
-  const away = zoom >= LABEL_ZOOM ? plot.x - 9 : 45; // from the plot
+  const away = zoom >= LABEL_ZOOM ? plot.x - 9 : 50; // from the plot
   context.fillStyle = palette.muted;
   context.font = "600 11px system-ui, sans-serif";
   [context.textAlign, context.textBaseline] = ["center", "middle"];

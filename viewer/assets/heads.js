@@ -195,4 +195,4 @@ class Scatter {
   }
 }
 
-const tick = (value) => (value === 0 ? "0" : String(Number(value.toPrecision(2))));
+const tick = (value) => (value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(0) : String(Number(value.toPrecision(2))));

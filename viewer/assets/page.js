@@ -89,6 +89,7 @@ function renderLabels() {
     rule.window && rule.n_global && `${rule.n_global} global`,
     rule.documents && "documents",
   ];
+  byId("scored").textContent = content.scored ? `Head; scores of ${content.scored}` : "Head";
   const change = content.ablation?.change[name];
   const scores = content.scores[name] ?? {};
   const shown = content.score_names.filter((score) => score in scores);
@@ -166,9 +167,10 @@ function bar(share, ...parts) {
 function showBrightest(at, values) {
   const isSource = state.direction === "source";
   byId("brightest-title").textContent = isSource ? `Token ${at} looks most at` : `Token ${at} is most looked at by`;
-  const order = Array.from(values.keys()).filter((index) => values[index] >= 5e-4).sort((a, b) => values[b] - values[a]);
-  byId("brightest").replaceChildren(...order.slice(0, 8).map((index) => {
-    const item = bar(values[index], make("small", index), make("b", labels[index]), make("span", values[index].toFixed(3)));
+  const order = Array.from(values.keys()).sort((a, b) => values[b] - values[a]).slice(0, 8);
+  byId("brightest").replaceChildren(...order.filter((index) => values[index] > values[order[0]] / 100).map((index) => {
+    const weight = values[index] < 5e-4 ? values[index].toExponential(1) : values[index].toFixed(3);
+    const item = bar(values[index], make("small", index), make("b", labels[index]), make("span", weight));
     item.addEventListener("click", () => lock(isSource ? { row: at, column: index } : { row: index, column: at }));
     return item;
   }));

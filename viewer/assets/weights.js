@@ -19,7 +19,7 @@ class Source {
   constructor(content) {
     this.first = content;
     this.n = content.n_tokens;
-    this.heads = content.heads ?? Array.from({ length: content.n_head }, (_, head) => head);
+    this.heads = Array.from({ length: content.n_head }, (_, head) => head);
     this.layers = new Map(content.layers.map((layer) => [layer.index, layer]));
     this.kept = new Map(); // least recently used first
     this.onProgress = () => {};
@@ -100,10 +100,9 @@ class EmbeddedSource extends Source {
   head(step, layer, head) {
     const { n_head, n_kv_head } = this.first;
     const info = this.layers.get(layer);
-    const slot = this.heads.indexOf(head);
     const group = Math.floor(head / (n_head / n_kv_head));
     const [q, k, lse] = ["q", "k", "lse"].map((name) => this.tensor(`${step}/${layer}/${name}`));
-    return { info, q: q[slot], k: k[group], lse: lse[slot], slope: info.alibi_slopes ? info.alibi_slopes[head] : 0 };
+    return { info, q: q[head], k: k[group], lse: lse[head], slope: info.alibi_slopes ? info.alibi_slopes[head] : 0 };
   }
 
   /** A tensor as a list with one typed array for each of its heads. */

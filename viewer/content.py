@@ -85,25 +85,13 @@ def page_content(
     names = [f"{layer}.{head}" for layer in layers for head in range(record.n_head)]
     found = head_scores(record) if scores is None else scores
     rounded = {name: _rounded(found[name]) for name in names if name in found}
-    first = record.layer_info(layers[0])
+    first, shown = record.layer_info(layers[0]), labels(info.token_bytes, info.token_ids)
+    made = {"path": first.path, "kernel": first.kernel, "dtype": info.dtype}
     return {
+        **{name: getattr(record, name) for name in ("n_tokens", "n_head", "n_kv_head", "head_dim")},
         "step": info.step,
-        "n_tokens": record.n_tokens,
-        "n_head": record.n_head,
-        "n_kv_head": record.n_kv_head,
-        "head_dim": record.head_dim,
-        "tokens": {
-            "ids": info.token_ids,
-            "texts": info.token_texts,
-            "labels": labels(info.token_bytes, info.token_ids),
-        },
-        "model": {
-            "path": first.path,
-            "kernel": first.kernel,
-            "dtype": info.dtype,
-            "step": info.step,
-            "checkpoint": info.checkpoint_hash[:12],
-        },
+        "model": made | {"step": info.step, "checkpoint": info.checkpoint_hash[:12]},
+        "tokens": {"ids": info.token_ids, "texts": info.token_texts, "labels": shown},
         "layers": [_layer(record.layer_info(layer)) for layer in layers],
         "scores": rounded,
         "scored": scored,
@@ -138,10 +126,9 @@ def view_of_model(
 def view_of_kept(run: Any, **about: Any) -> View | None:
     """The records that training kept in the directory of a loaded run; None where it kept none."""
     folder = run.checkpoint_path.parent
-    records = kept_records(folder)
-    known = {}
+    records, known = kept_records(folder), {}
     if run.step in records:
-        known = {run.step: known_of_model(run.model, run.tokenizer, records[run.step], folder)}
+        known[run.step] = known_of_model(run.model, run.tokenizer, records[run.step], folder)
     return View(records, known=known, text="random tokens, twice", **about) if records else None
 
 
@@ -176,16 +163,10 @@ def read_ablation(run: Path, step: int) -> dict[str, Any] | None:
     """What `probe.py ablate` kept in the run directory; None when there is nothing readable of this step."""
     try:
         table = json.loads((run / "ablation.json").read_text(encoding="utf-8"))
-        about, rows = table["about"], table["rows"]
-        if about["step"] != step:
-            return None
-        change = {str(row["head"]): float(row["change"]) for row in rows if row["head"] != "together"}
-        return {
-            "how": str(about["how"]),
-            "tokens": int(about["tokens"]),
-            "loss": float(about["loss"]),
-            "change": change,
-        }
+        step_there, how, n_tokens, loss = (table["about"][name] for name in ("step", "how", "tokens", "loss"))
+        change = {str(row["head"]): float(row["change"]) for row in table["rows"] if row["head"] != "together"}
+        about = {"how": str(how), "tokens": int(n_tokens), "loss": float(loss), "change": change}
+        return about if step_there == step else None
     except (OSError, LookupError, TypeError, ValueError):
         return None
 
@@ -203,18 +184,8 @@ def _shape(record: AttentionRecord) -> tuple[Any, ...]:
 
 
 def _layer(info: LayerInfo) -> dict[str, Any]:
-    rule = info.rule
-    documents = None if rule.documents is None else rule.documents[0].tolist()
-    return {
-        **{name: getattr(info, name) for name in ("index", "path", "kernel", "kind", "scale", "softcap")},
-        "alibi_slopes": info.alibi_slopes,
-        "rule": {
-            "causal": rule.causal,
-            "window": rule.window,
-            "n_global": rule.n_global,
-            "documents": documents,
-        },
-    }
+    documents = info.rule.documents
+    return vars(info) | {"rule": vars(info.rule) | {"documents": None if documents is None else documents[0].tolist()}}
 
 
 def _rounded(scores: Mapping[str, float]) -> dict[str, float]:

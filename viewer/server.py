@@ -27,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
+from probes.metadata import one_line
 from probes.record import AttentionRecord, allowed_pairs
 from viewer.content import View
 from viewer.page import build_page
@@ -148,6 +149,8 @@ class Service:
             made: Tensor = await self._compute(lambda: tile(record, layer, head, level, row, column))
             return made
         tiles = self.worker.tiles((step, layer, head), is_urgent=is_urgent)
+        if isinstance(tiles, Exception):
+            raise HTTPException(500, one_line(tiles))
         return tiles if isinstance(tiles, Making) else kept_tile(tiles, self.n_tokens, level, row, column)
 
     def _head(self, request: Request) -> tuple[AttentionRecord, Head]:
@@ -158,8 +161,8 @@ class Service:
     async def _compute(self, task: Callable[[], Any]) -> Any:
         try:
             return await asyncio.wrap_future(self.worker.submit(task))
-        except ValueError as error:  # the record contradicts itself
-            raise HTTPException(500, str(error)) from error
+        except (ValueError, RuntimeError) as error:  # the record contradicts itself, or fills the memory
+            raise HTTPException(500, one_line(error)) from error
 
 
 class Guard:

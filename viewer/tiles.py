@@ -100,7 +100,8 @@ def key_of(record: AttentionRecord, layer: int, head: int) -> str:
     about = (info.kind, info.scale, info.softcap, info.alibi_slopes, rule.causal, rule.window, rule.n_global, head)
     digest.update(repr((about, None if documents is None else documents.tolist())).encode())
     for name, index in (("q", head), ("k", record.group(head)), ("lse", head)):
-        digest.update(_bytes(record.tensor(layer, name, index)))
+        tensor = record.tensor(layer, name, index)
+        digest.update(f"{tensor.dtype} {tensor.shape}".encode() + _bytes(tensor))
     return digest.hexdigest()
 
 

@@ -57,14 +57,13 @@ class Worker:
             self._changed.notify()
         return future
 
-    def tiles(self, head: Head, *, is_urgent: bool) -> Tiles | Making:
-        """The kept tiles of a head, or how far they are. Urgent ones go before others, the newest first."""
+    def tiles(self, head: Head, *, is_urgent: bool) -> Tiles | Making | Exception:
+        """The kept tiles of a head, how far they are, or why there are none. Urgent ones are made before others, the
+        newest first."""
         with self._changed:
             if head in self._made:
-                found = self._made[head] = self._made.pop(head)
-                if isinstance(found, Exception):
-                    raise found
-                return found
+                self._made[head] = self._made.pop(head)
+                return self._made[head]
             order = next(self._count) * (-1 if is_urgent else 1)
             making = self._making.setdefault(head, Making(self._steps(head), order))
             making.order = min(making.order, order)

@@ -20,7 +20,7 @@ from probes.capture import capture
 from tests.probes.small import tiny, tokens
 from tests.tiny import REPOSITORY
 from viewer.content import View
-from viewer.tiles import FORBIDDEN, tile
+from viewer.tiles import FORBIDDEN, make_tiles, tile
 
 pytest.importorskip("starlette", reason="needs starlette (the extra serve)")
 uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn (the extra serve)")
@@ -165,7 +165,7 @@ def test_a_record_that_contradicts_itself_is_said(tmp_path):
     with client_of(View.of(record), tmp_path) as client:
         found = client.get("/row/0/0/1/7")
         assert (found.status_code, client.get("/row/0/0/1/8").status_code) == (500, 200)
-    assert re.fullmatch(r"layer 0 head 1 row 7: the weights sum to 0\.3678\d\d, .*", found.text)
+    assert re.fullmatch(r"ValueError: layer 0 head 1 row 7: the weights sum to 0\.3678\d\d, .*", found.text)
 
 
 def made(client, path):
@@ -201,6 +201,20 @@ def test_coarse_levels_are_made_once_and_kept(tmp_path):
             values(made(client, "/thumb/9/0/0")[0]) == FORBIDDEN, tile(record, 0, 0, 6, 0, 0).flatten() < 0
         )
     assert (folder / "9-0.1.safetensors").stat().st_mtime_ns == before[folder / "9-0.1.safetensors"]
+
+
+def test_a_head_whose_tiles_cannot_be_made_is_said_and_the_others_go_on(tmp_path, monkeypatch):
+    def failing(record, layer, head):
+        if head == 0:
+            raise RuntimeError("not enough memory\nfor this")
+        return make_tiles(record, layer, head)
+
+    monkeypatch.setattr("viewer.worker.make_tiles", failing)
+    record = capture(tiny(block_size=2100, n_layer=1, n_head=2), tokens(2100))
+    with client_of(View.of(record), tmp_path) as client:
+        found, _ = made(client, "/tile/0/0/0/4/0/0")
+        assert (found.status_code, found.text) == (500, "RuntimeError: not enough memory for this")
+        assert made(client, "/tile/0/0/1/4/0/0")[0].status_code == 200
 
 
 def test_without_a_place_to_keep_them_tiles_stay_in_memory(tmp_path, capsys):

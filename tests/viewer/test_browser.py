@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from model.attention.mask import MaskRule
+from tests.probes.hand_built import record_of
 from tests.viewer.browsing import CELL, PIXEL, captured, point_at, settled, tooltip, wait_until, weight_in, written
 
 HOSTILE = (
@@ -100,6 +102,25 @@ def test_every_weight_is_the_records(tmp_path, open_page, options):
         thumb = page.evaluate(f"source.thumb(7, {layer}, {head}).then(({{values}}) => [...values])")
         pooled = record.pooled(layer, head, 35)  # 70 tokens in cells of 2 × 2
         torch.testing.assert_close(torch.tensor(thumb).view(35, 35), pooled.nan_to_num(-1), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_are_the_records(tmp_path, open_page, causal):
+    """Windows, global tokens and documents: -1 just where the rule, written out here, forbids."""
+    seen = torch.tensor([
+        [
+            (j <= i or not causal) and (abs(i - j) < 4 or i < 2 or j < 2) and (i < 9) == (j < 9)
+            for j in range(20)
+        ]
+        for i in range(20)
+    ])  # fmt: skip
+    weights = seen / seen.sum(-1, keepdim=True)
+    documents = torch.tensor([[5] * 9 + [6] * 11])
+    record = record_of(weights, rule=MaskRule(causal=causal, window=4, n_global=2, documents=documents))
+    page = open_page(written(tmp_path, record))
+    rows = page.evaluate("Promise.all(Array.from({length: 20}, (_, i) => source.row(0, 0, 0, i).then(Array.from)))")
+    torch.testing.assert_close(torch.tensor(rows), weights.masked_fill(~seen, -1), atol=1e-6, rtol=1e-5)
+    assert "window 4, 2 global, documents" in page.locator("#head-scores").inner_text()
 
 
 def test_bfloat16_is_decoded(tmp_path, open_page):

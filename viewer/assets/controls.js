@@ -76,6 +76,7 @@ async function followLink() {
   const isInMap = (value) => value >= 0 && value <= n;
   const [x, y, zoom] = [number("x", isInMap), number("y", isInMap), number("zoom", (value) => value > 0)];
   if (x !== undefined && y !== undefined && zoom !== undefined) map.centre(y - 0.5, x - 0.5, zoom);
+  else map.zoomTo(0);
 }
 
 /** The head that comes so many places after this one. */

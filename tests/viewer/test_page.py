@@ -138,6 +138,7 @@ def test_only_our_own_scripts_may_run_and_nothing_may_be_fetched():
         assert set(rules[name].split()) == hashes
     assert not [attrs for _, attrs, _ in elements.found if {"src", "style"} & set(attrs)]
     assert all(attrs.get("href", "#")[:6] in ("data:,", "#", "#map") for _, attrs, _ in elements.found)
+    assert page.encode().index(b'charset="utf-8"') < 1024  # further on no browser looks for it
     assert not re.search(r"https?://(?!www\.w3\.org/)", page)
 
 

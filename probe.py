@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probes import commands
-from probes.commands import check_output, numbers, tokens_of
+from probes.arguments import check_output, numbers, tokens_of
 from training.cli import exit_on_user_error, parse
 
 if TYPE_CHECKING:
     from probes.record import AttentionRecord
     from probes.table import Table
     from training.checkpoint import Run
+    from viewer.content import View
+
+    OnRecord = commands.Map | commands.Stats | commands.Compare | commands.Page | commands.Serve
 
 
 @exit_on_user_error
@@ -30,62 +33,36 @@ def run_capture(command: commands.Capture) -> int:
     check_output(command.output, (".safetensors",))
     text = command.read_text()
 
-    from probes.capture import check_room, estimate_seconds, readable
+    from probes.answers import keep_record
 
     run = _load(command)
-    layers = numbers("--layers", command.layers)
-    tokens = tokens_of(run, text, command.unknown)
-    n_layers, folder = len(set(layers)) if layers else None, Path(command.output).parent
-    kept: dict[str, Any] = {"n_layers": n_layers, "values": command.values, "dtype": run.dtype}
-    size = check_room(run.config.model, len(tokens), folder, **kept)
-    if not command.json:
-        seconds = estimate_seconds(run.model, tokens)
-        print(f"{len(tokens)} tokens: a record of about {readable(size)}, in about {seconds:.1g} s", flush=True)
-    record = _capture(run, tokens, layers, command.values)
-    record.save(command.output)
-    n_bytes = Path(command.output).stat().st_size
-    if command.json:
-        about = {"record": command.output, "estimated_bytes": size, "bytes": n_bytes, "tokens": len(tokens)}
-        first = record.info.layers[0]
-        made = {"layers": record.layers, "path": first.path, "kernel": first.kernel, "dtype": record.info.dtype}
-        print(json.dumps(about | made | {"step": run.step}))
-    else:
-        print(f"wrote {command.output}, {readable(n_bytes)}; its row sums and outputs agree with the kernel's")
-    return 0
+    return keep_record(command, run.model, run.tokenizer, tokens_of(run, text, command.unknown), **_about(run))
 
 
 def run_map(command: commands.Map) -> int:
-    if command.output:
-        check_output(command.output, (".png", ".svg", ".csv"))
-    is_one_head = command.layer.isdecimal() and command.head.isdecimal()
-    is_csv = command.output.lower().endswith(".csv")
-    if (is_csv or command.json) and not is_one_head:
-        raise ValueError("a table holds one head; give --layer and --head")
+    commands.check_map(command)
     record = _open(command)
-    layers = numbers("--layer", command.layer) or record.layers
-    heads = numbers("--head", command.head) or range(record.n_head)
-    record.check(layers, heads)
-    layer, head = layers[0], heads[0]
 
-    from rich.console import Console
+    from probes.pictures.answer import show_map
 
-    from probes.pictures.draw import draw_head, draw_heads, write_csv
-    from probes.pictures.terminal import print_head, print_heads
-
-    if command.output and not is_one_head:
-        draw_heads(record, command.output, layers=layers, heads=heads)
-    elif command.output:
-        (write_csv if is_csv else draw_head)(record, layer, head, command.output)
-    elif command.json:
-        weights = record.weights(layer, head).tolist()
-        print(json.dumps({"layer": layer, "head": head, "tokens": record.info.token_texts, "weights": weights}))
-    elif is_one_head:
-        print_head(record, layer, head, Console())
-    else:
-        print_heads(record, layers, heads, Console())
-    if command.output:
-        print(json.dumps({"output": command.output}) if command.json else f"wrote {command.output}")
+    show_map(command, record)
     return 0
+
+
+def run_page(command: commands.Page) -> int:
+    check_output(command.output, (".html",))
+
+    from viewer.page import answer
+
+    return answer(_view(command), command.output, as_json=command.json)
+
+
+def run_serve(command: commands.Serve) -> int:
+    try:
+        from viewer.server import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serve needs {error.name}; install it with: pip install 'glassgpt[serve]'") from error
+    return serve(_view(command), command.source, host=command.host, port=command.port, as_json=command.json)
 
 
 def run_check(command: commands.Check) -> int:
@@ -110,14 +87,16 @@ def run_check(command: commands.Check) -> int:
 
 def run_ablate(command: commands.Ablate) -> int:
     from probes.causal.answers import ablate
+    from training.text import validation_tokens
 
     run = _load(command)
     tokens: list[int] = []
     if command.text or command.file:
         tokens = run.tokenizer.encode(command.read_text(), command.unknown)
     elif not command.repeated:
-        tokens = _validation_tokens(run)
-    return _print(command, run, ablate(command, run, tokens))
+        tokens = validation_tokens(run.config, run.tokenizer)
+    keep = run.checkpoint_path.with_name("ablation.json") if command.is_default else None
+    return _print(command, run, ablate(command, run, tokens), keep)
 
 
 def run_causal(command: commands.Knockout | commands.Patch | commands.Lens) -> int:
@@ -158,36 +137,29 @@ def run_records(command: commands.Stats | commands.Compare | commands.Timeline) 
         return _print(command, None, timeline(command, read_metrics(Path(command.source), "probes.jsonl")))
     if isinstance(command, commands.Stats):
         return _print(command, None, stats(command, _open(command)))
-    return _print(command, None, compare(command, [(name, _open(side)) for name, side in sides(command)]))
+    both = sides(command)
+    record = next((_open(side) for _, side in both if Path(side.source).is_file()), None)
+    tokens = None if record is None else list(record.info.token_ids)  # a run is compared on the record's own text
+    return _print(command, None, compare(command, [(name, _open(side, tokens)) for name, side in both]))
 
 
-def _print(command: commands.OnModel, run: "Run | None", table: "Table") -> int:
-    """The table, and of which run it is."""
-    from probes.table import print_table
+def _print(command: commands.OnModel, run: "Run | None", table: "Table", keep: Path | None = None) -> int:
+    """The table, and of which run it is; `keep` is a file that keeps it too."""
+    from probes.table import print_table, write_table
 
-    about: dict[str, Any] = {}
     if run is not None:
         about = {"run": str(run.checkpoint_path.parent), "checkpoint": run.checkpoint_path.name, "step": run.step}
-    print_table(dataclasses.replace(table, about=about | dict(table.about)), as_json=command.json)
+        table = dataclasses.replace(table, about=about | dict(table.about))
+    print_table(table, as_json=command.json)
+    if keep is not None:
+        write_table(table, keep)
     return 0
 
 
-def _validation_tokens(run: "Run") -> list[int]:
-    """The validation part of the text that the run was trained on. ValueError when it is not there any more."""
-    from data.prepare import prepare
-
-    try:
-        corpus = prepare(run.config.data, show_progress=False)
-        if corpus.tokenizer.hash != run.tokenizer.hash:
-            raise ValueError("its text has another vocabulary now")
-        tokens: list[int] = corpus.split(run.config.data.val_fraction, run.config.model.block_size).val.tolist()
-    except ValueError as error:
-        raise ValueError(f"the run's own data cannot be used ({error}); give --text or --file") from error
-    return tokens
-
-
 def _tokens(command: commands.OnText, run: "Run") -> list[int]:
-    """Of the text that is given, or what takes its place: random tokens to compare, else validation text."""
+    """Of the text that is given, or what takes its place: random tokens to compare, else the run's own text."""
+    from training.text import probe_tokens, validation_tokens
+
     if command.text or command.file or isinstance(command, commands.Map):
         return tokens_of(run, command.read_text(), command.unknown)
     if isinstance(command, commands.Compare):
@@ -195,11 +167,31 @@ def _tokens(command: commands.OnText, run: "Run") -> list[int]:
 
         repeated: list[int] = repeated_tokens(run.config.model, 2, run.tokenizer.vocab_size).tolist()
         return repeated
-    return _validation_tokens(run)[: min(run.config.model.block_size, 1024)]
+    if isinstance(command, commands.Page | commands.Serve):
+        return probe_tokens(run.config, run.tokenizer, lambda: validation_tokens(run.config, run.tokenizer))
+    return validation_tokens(run.config, run.tokenizer)[: min(run.config.model.block_size, 1024)]
 
 
-def _open(command: commands.Map | commands.Stats | commands.Compare) -> "AttentionRecord":
-    """The record that is named, or a new one of the run that is named."""
+def _view(command: commands.Page | commands.Serve) -> "View":
+    """What is looked at: a record; a run on a text; without a text the records that training kept, where it did."""
+    from viewer.content import View, view_of_kept, view_of_model
+    from viewer.page import PageSize
+
+    layers = numbers("--layers", command.layers) if isinstance(command, commands.Page) else None
+    about: dict[str, Any] = {"title": command.source, "layers": layers}
+    if Path(command.source).is_file():
+        return View.of(_open(command), **about)
+    run = _load(command)
+    if not (command.text or command.file) and (view := view_of_kept(run, **about)):
+        return view
+    tokens = _tokens(command, run)
+    if isinstance(command, commands.Page):  # before the model runs on a text of any length
+        PageSize.of_model(run.config.model, len(tokens), layers).check()
+    return view_of_model(run.model, run.tokenizer, tokens, run=run.checkpoint_path.parent, **about, **_about(run))
+
+
+def _open(command: "OnRecord", tokens: list[int] | None = None) -> "AttentionRecord":
+    """The record that is named, or a new one of the run that is named, of these tokens where no text is given."""
     from probes.record import AttentionRecord
 
     if Path(command.source).is_file():
@@ -210,7 +202,9 @@ def _open(command: commands.Map | commands.Stats | commands.Compare) -> "Attenti
         raise ValueError(f"{command.source} is neither a record nor a run directory")
     run = _load(command)
     layers = numbers("--layer", command.layer) if isinstance(command, commands.Map) else None
-    return _capture(run, _tokens(command, run), layers, values=False)
+    if tokens is None or command.text or command.file:
+        tokens = _tokens(command, run)
+    return _capture(run, tokens, layers, values=False)
 
 
 def _load(command: Any) -> "Run":
@@ -221,16 +215,20 @@ def _load(command: Any) -> "Run":
 
 
 def _capture(run: "Run", tokens: list[int], layers: list[int] | None, values: bool) -> "AttentionRecord":
-    from probes.capture import capture
+    from probes.capture import capture_text
 
-    about: dict[str, Any] = {"dtype": run.dtype, "step": run.step, "checkpoint_hash": run.checkpoint_hash}
-    about["token_bytes"] = [run.tokenizer.token_bytes(token) for token in tokens]
-    return capture(run.model, tokens, layers=layers, values=values, **about)
+    return capture_text(run.model, run.tokenizer, tokens, layers=layers, values=values, **_about(run))
+
+
+def _about(run: "Run") -> dict[str, Any]:
+    return {"dtype": run.dtype, "step": run.step, "checkpoint_hash": run.checkpoint_hash}
 
 
 RUN: dict[type, Any] = {
     commands.Capture: run_capture,
     commands.Map: run_map,
+    commands.Page: run_page,
+    commands.Serve: run_serve,
     commands.Check: run_check,
     commands.Ablate: run_ablate,
     commands.Knockout: run_causal,

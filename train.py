@@ -221,10 +221,10 @@ def run_steps(
 
 def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_tokens: "np.ndarray") -> None:
     """What a person wants to know of the run that has just ended, and where it lies."""
-    from probes.capture import capture
     from probes.pictures.draw import draw_heads
     from training.metrics import hardware_use, plot_losses
-    from training.text import sample_text
+    from training.text import probe_tokens, sample_text
+    from viewer.page import write_run_page
 
     directory, model = Path(config.run.dir), state.model.eval()
     if state.stop_signal:
@@ -235,15 +235,15 @@ def report(config: Config, state: "TrainState", tokenizer: "Tokenizer", val_toke
     if config.log.sample_tokens:
         print("sample:", printable(sample_text(model, tokenizer, config)), sep="\n")
     if config.probe.max_tokens:
-        n_tokens = min(config.probe.max_tokens, config.model.block_size)
-        tokens = tokenizer.encode(config.probe.text, unknown="skip")[:n_tokens] or val_tokens[:n_tokens].tolist()
-        token_bytes = [tokenizer.token_bytes(token) for token in tokens]
-        draw_heads(capture(model, tokens, token_bytes=token_bytes, step=state.step), directory / "attention.png")
+        tokens = probe_tokens(config, tokenizer, val_tokens.tolist, config.probe.max_tokens)
+        draw_heads(write_run_page(model, tokenizer, tokens, directory, state.step), directory / "attention.png")
     print(
         f"validation loss after step {state.step}: {state.val_loss:.4f} nats per token, "
         f"{state.val_bits_per_byte:.4f} bits per byte (best {state.best_val_loss:.4f})"
     )
     print("files:", *sorted(str(path) for path in directory.iterdir() if path.is_file()), sep="\n  ")
+    if config.probe.max_tokens:
+        print(f"walk through its attention in a browser: {directory / 'page.html'}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What `probe.py heads`, `stats`, `rollout`, `compare` and `timeline` answer, as tables."""
+"""What `probe.py heads`, `stats`, `rollout`, `compare` and `timeline` answer, as tables, and what `capture` says."""
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,23 +8,40 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model import GPT
-from probes.commands import Compare, Heads, Rollout, Stats, Timeline, check_output, numbers
+from probes.arguments import check_output, numbers
+from probes.capture import Tokenizer, capture_text, check_room, estimate_seconds, readable
+from probes.commands import Capture, Compare, Heads, Rollout, Stats, Timeline
 from probes.pictures.labels import labels
 from probes.record import AttentionRecord
-from probes.scores import Scores, roles, score_heads, score_record
+from probes.scores import SCORES, Scores, roles, score_heads, score_record
 from probes.statistics import map_difference, rollout
 from probes.table import Table, Value
-from probes.timeline import Row, Tokens, draw_timeline, timeline_table
+from probes.timeline import Row, draw_timeline, timeline_table
 
-# In the order of the columns; whatever a record or a layer cannot have is empty.
-SCORES = (
-    *("previous", "duplicate", "induction", "prefix", "sink", "entropy_share", "confidence", "positional", "offset"),
-    *("entropy", "distance", "received", "copying", "q_composition", "k_composition", "v_composition"),
-)
 STATISTICS = ("entropy", "entropy_share", "distance", "sink", "confidence", "positional", "offset", "received")
 
 
-def heads(command: Heads, model: GPT, tokenizer: Tokens, text: AttentionRecord | None, text_name: str) -> Table:
+def keep_record(command: Capture, model: GPT, tokenizer: Tokenizer, tokens: list[int], **about: Any) -> int:
+    """Says how large the record will be and how long it takes, makes it, and writes it. about: of the run."""
+    layers, folder = numbers("--layers", command.layers), Path(command.output).parent
+    kept: dict[str, Any] = {"n_layers": len(set(layers)) if layers else None, "values": command.values}
+    size = check_room(model.config, len(tokens), folder, dtype=about["dtype"], **kept)
+    if not command.json:
+        seconds = estimate_seconds(model, tokens)
+        print(f"{len(tokens)} tokens: a record of about {readable(size)}, in about {seconds:.1g} s", flush=True)
+    record = capture_text(model, tokenizer, tokens, layers=layers, values=command.values, **about)
+    record.save(command.output)
+    n_bytes = Path(command.output).stat().st_size
+    if not command.json:
+        print(f"wrote {command.output}, {readable(n_bytes)}; its row sums and outputs agree with the kernel's")
+        return 0
+    first, sizes = record.info.layers[0], {"estimated_bytes": size, "bytes": n_bytes, "tokens": len(tokens)}
+    made = {"layers": record.layers, "path": first.path, "kernel": first.kernel, "dtype": record.info.dtype}
+    print(json.dumps({"record": command.output} | sizes | made | {"step": record.info.step}))
+    return 0
+
+
+def heads(command: Heads, model: GPT, tokenizer: Tokenizer, text: AttentionRecord | None, text_name: str) -> Table:
     """All scores of all heads, and the roles that they earn."""
     about: dict[str, Any] = {"n_valid_tokens": tokenizer.vocab_size, "token_bytes": tokenizer.token_bytes}
     scores, random = score_heads(model, text=text, n_draws=command.draws, **about)

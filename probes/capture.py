@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ from model.attention.path import AttentionPath, alibi_slopes
 from probes.record import AttentionRecord, LayerInfo, RecordInfo
 
 _VERIFIED_ROWS = 256  # a head; all rows of a longer text would cost more than the pass itself
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,11 @@ def capture(
 
 class _AllSeen(Exception):
     """Ends the pass after the last layer that is kept: nobody reads what comes then, the logits least of all."""
+
+
+def capture_text(model: GPT, tokenizer: Tokenizer, tokens: Sequence[int], **options: Any) -> AttentionRecord:
+    """The record with the texts of its tokens. options: those of `capture`."""
+    return capture(model, tokens, token_bytes=[tokenizer.token_bytes(token) for token in tokens], **options)
 
 
 @contextmanager

@@ -1,53 +1,11 @@
 """What `probe.py` can be asked: one class a sub-command, its fields are the flags. Imports no torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-# A required positional would hide what tyro says about a mistyped flag; an empty one is refused in main.
-Source = Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
-Output = Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
-
-
-@dataclass(frozen=True)
-class OnModel:
-    checkpoint: Literal["best", "last"] = "best"
-    """The parameters of the lowest validation loss, or the newest."""
-    device: str = "cpu"
-    """cpu, cuda, cuda:N, mps or auto."""
-    json: bool = False
-    """Print one JSON object instead of text."""
-
-
-@dataclass(frozen=True)
-class OnText(OnModel):
-    text: str = ""
-    """Text to look at."""
-    file: str = ""
-    """File whose text is looked at (UTF-8)."""
-    unknown: Literal["error", "skip"] = "error"
-    """What to do with characters that the model has never seen."""
-
-    def __post_init__(self) -> None:
-        if self.text and self.file:
-            raise ValueError("give --text or --file, not both")
-
-    def read_text(self) -> str:
-        """What --text or --file holds. ValueError, one line, when it is nothing, unreadable or not UTF-8."""
-        text = self.text
-        try:
-            if self.file:
-                text = Path(self.file).read_text(encoding="utf-8-sig")
-            text.encode("utf-8")  # what the shell passes may hold stray bytes
-        except OSError as error:
-            raise ValueError(f"cannot read --file {self.file}: {error.strerror}") from error
-        except UnicodeError as error:
-            raise ValueError(f"{self.file or '--text'} is not UTF-8 at {getattr(error, 'start', 0)}") from error
-        if not text:
-            raise ValueError("the text is empty; give --text or --file with at least one token")
-        return text
+from probes.arguments import OnModel, OnText, Output, Source, check_output
 
 
 @dataclass(frozen=True)
@@ -76,6 +34,38 @@ class Map(OnText):
     """Number of the head, several, or all. More than one make a grid of thumbnails named layer.head."""
     output: Output = ""
     """Picture (*.png, *.svg) or, for one head, table (*.csv) to write."""
+    title: bool = True
+    """Say above a picture what made it."""
+
+
+@dataclass(frozen=True)
+class Page(OnText):
+    """Writes one HTML file to walk through attention in a browser: every head, exact weights, no network."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """A record, or a run directory; without --text and --file the records that training kept (--probe.interval), else
+    the run's own text."""
+    output: Output = "page.html"
+    """The page to write."""
+    layers: str = "all"
+    """Which layers to show, such as 0,1."""
+
+
+@dataclass(frozen=True)
+class Serve(OnText):
+    """Serves the same page on this machine, for texts of any length: a map is made where it is looked at."""
+
+    source: tyro.conf.Positional[Source] = ""
+    """A record, or a run directory as for page."""
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is this machine alone."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port is {self.port}; it must be 0 to 65535")
 
 
 @dataclass(frozen=True)
@@ -109,6 +99,11 @@ class Ablate(OnText):
             raise ValueError("--repeated draws its own tokens; leave out --text and --file")
         if self.tokens < 2:
             raise ValueError(f"--tokens is {self.tokens}; a loss needs at least 2")
+
+    @property
+    def is_default(self) -> bool:
+        """Of every head, on the run's own data: what the page shows beside the heads."""
+        return self.heads == "all" and not (self.keep_patterns or self.repeated or self.text or self.file)
 
 
 @dataclass(frozen=True)
@@ -234,31 +229,28 @@ class Timeline(OnModel):
     """Picture (*.png, *.svg) to write."""
 
 
-Command: Any = Capture | Map | Check | Ablate | Knockout | Patch | Lens | Heads | Stats | Rollout | Compare | Timeline
+Command: Any = (
+    Capture
+    | Map
+    | Page
+    | Serve
+    | Check
+    | Ablate
+    | Knockout
+    | Patch
+    | Lens
+    | Heads
+    | Stats
+    | Rollout
+    | Compare
+    | Timeline
+)
 
 
-def numbers(flag: str, text: str) -> list[int] | None:
-    """`0,2` -> [0, 2]; None for all."""
-    if text != "all" and not all(part.isdecimal() for part in text.split(",")):
-        raise ValueError(f"{flag} {text} is no number from 0; give one, several such as 0,1, or all")
-    return None if text == "all" else [int(part) for part in text.split(",")]
-
-
-def check_output(output: str, suffixes: tuple[str, ...]) -> None:
-    """ValueError unless a file with one of these suffixes can be written there."""
-    path = Path(output)
-    if path.suffix.lower() not in suffixes:
-        raise ValueError(f"give -o a file name that ends in {' or '.join(suffixes)}, not {output!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"-o {output}: there is no folder {path.parent}")
-
-
-def tokens_of(run: Any, text: str, unknown: Literal["error", "skip"]) -> list[int]:
-    """The tokens of a text for the model of this run. ValueError when there are none or too many."""
-    tokens: list[int] = run.tokenizer.encode(text, unknown=unknown)
-    if not tokens:
-        raise ValueError("no token is left of the text; at least one is needed")
-    limit = run.config.model.block_size
-    if len(tokens) > limit:
-        raise ValueError(f"the text has {len(tokens)} tokens; this model reads at most {limit} (model.block_size)")
-    return tokens
+def check_map(command: Map) -> None:
+    """ValueError for what `map` cannot write."""
+    if command.output:
+        check_output(command.output, (".png", ".svg", ".csv"))
+    is_table = command.output.lower().endswith(".csv") or command.json
+    if is_table and not (command.layer.isdecimal() and command.head.isdecimal()):
+        raise ValueError("a table holds one head; give --layer and --head")

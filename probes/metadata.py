@@ -89,7 +89,7 @@ def log_weights(info: LayerInfo, head: int, products: Tensor, lse: Tensor, i: Te
     """ln A[i, j], as if every pair were allowed, from the products of q_scale·q_i and k_j, which are
     overwritten, and the lse."""
     if info.kind == "linear":
-        return products.log_().sub_(lse)
+        return products.log_().clamp_min_(-1e38).sub_(lse)  # finite where a product is 0
     scores = products
     if info.softcap > 0:
         scores = info.softcap * torch.tanh(scores / info.softcap)

@@ -39,6 +39,7 @@ from probes.statistics import RowStatistics, received, statistics, top_keys
 
 __all__ = ["AttentionRecord", "LayerInfo", "RecordInfo", "allowed_pairs", "replacing"]
 
+_FORBIDDEN = torch.finfo(torch.float32).min  # ln of a weight that the mask forbids: exp of it is 0, and 0 times it too
 _BLOCK_WEIGHTS = 2**18  # of one map that are held at once: as many as a core's cache takes
 
 
@@ -97,13 +98,15 @@ class AttentionRecord:
             return self._tensors[key][index]
         return self._tensors.get_slice(key)[index]
 
-    def block(self, layer: int, head: int, rows: slice, columns: slice) -> Tensor:
-        """Exact weights of some queries on some keys: (rows, columns) float32; exactly 0 where the mask forbids.
+    def block(self, layer: int, head: int, rows: slice, columns: slice, forbidden: float = 0.0) -> Tensor:
+        """Exact weights of some queries on some keys: (rows, columns) float32; `forbidden` where the mask forbids.
 
         rows and columns are slices of positions with step 1. ValueError for a layer or head that is not there.
         """
         self.check((layer,), (head,))
-        return self._log_block(layer, head, self._positions(rows), self._positions(columns)).exp_().float()
+        logs = self._log_block(layer, head, self._positions(rows), self._positions(columns))
+        weights = logs.exp()
+        return (weights if forbidden == 0 else weights.masked_fill_(logs == _FORBIDDEN, forbidden)).float()
 
     def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:
         """The weight of each pair (rows[p], columns[p]), (P,) float32: one dot product each."""
@@ -142,7 +145,7 @@ class AttentionRecord:
     def log_bands(
         self, layer: int, head: int, at_most: int | None = None
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """As `bands`, and the logarithms of the weights: the lowest finite number where the mask forbids.
+        """As `bands`, and the logarithms of the weights, _FORBIDDEN where the mask forbids.
 
         `at_most` takes only evenly spaced blocks with about that many rows in total, the last row among them.
         ValueError, with layer, head, row and deviation, when a row does not sum to one: then q, k, lse or the rule
@@ -239,8 +242,7 @@ class AttentionRecord:
         return cls(info, file)
 
     def _log_block(self, layer: int, head: int, rows: slice, columns: slice) -> Tensor:
-        """ln of the weights, (rows, columns) in at least float32; the lowest finite number where the mask forbids, so
-        that its exponential is exactly 0 and 0 times it is 0."""
+        """ln of the weights, (rows, columns) in at least float32; _FORBIDDEN where the mask forbids."""
         q = self.tensor(layer, "q", (head, rows))  # (rows, D)
         k = self.tensor(layer, "k", (self.group(head), columns))  # (columns, D)
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -249,8 +251,8 @@ class AttentionRecord:
         logs = log_weights(info, head, q.to(dtype) * info.q_scale @ k.to(dtype).T, lse, i, j)
         # Where only the future is forbidden, the columns up to the first query need no look at each pair.
         first = max(0, rows.start - columns.start) if is_plain_causal(info.rule) else 0
-        logs[:, first:].masked_fill_(~allowed(info.rule, i, j[:, first:]), torch.finfo(torch.float32).min)
-        return logs if info.kind == "softmax" else logs.clamp_min_(torch.finfo(torch.float32).min)  # ln 0
+        logs[:, first:].masked_fill_(~allowed(info.rule, i, j[:, first:]), _FORBIDDEN)
+        return logs
 
     def _shape(self, key: str) -> tuple[int, ...]:
         if isinstance(self._tensors, Mapping):

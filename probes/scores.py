@@ -31,6 +31,12 @@ from probes.statistics import received, statistics
 Scores = dict[str, float]
 Matrices = tuple[Tensor, Tensor, Tensor, Tensor]  # W_Q, W_K, W_V (D, C) and W_O (C, D) of one head, float64
 
+# In the order in which they are shown; what a record or a layer cannot have is left out.
+SCORES = (
+    *("previous", "duplicate", "induction", "prefix", "sink", "entropy_share", "confidence", "positional", "offset"),
+    *("entropy", "distance", "received", "copying", "q_composition", "k_composition", "v_composition"),
+)
+
 # role: (the score that earns it, from which value on). A head may have several roles, or none.
 ROLES: dict[str, tuple[str, float]] = {
     "previous token": ("previous", 0.4),

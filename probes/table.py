@@ -2,8 +2,10 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -39,6 +41,17 @@ class Table:
         lacks = [row for row in self.rows if _plain(row[place]) is None]
         ordered = sorted(has, key=lambda row: row[place], reverse=descending)  # type: ignore[arg-type, return-value]
         return Table(self.title, self.columns, [*ordered, *lacks], self.about)
+
+
+def write_table(table: Table, path: Path) -> None:
+    """Keeps it as JSON, beside and renamed; says so and goes on where the disk refuses."""
+    from probes.record import replacing
+
+    try:
+        with replacing(path) as beside:
+            beside.write_text(table.to_json(), encoding="utf-8")
+    except ValueError as error:
+        print(error, file=sys.stderr)
 
 
 def print_table(table: Table, *, as_json: bool) -> None:

@@ -4,9 +4,10 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from model import GPT
+from probes.capture import Tokenizer
 from probes.pictures.draw import new_figure, save_figure
 from probes.scores import ROLES, score_heads
 from probes.table import Table
@@ -14,16 +15,7 @@ from probes.table import Table
 Row = Mapping[str, Any]  # {"step": 250, "scores": {"0.1": {"previous": 0.5, …}, …}}
 
 
-class Tokens(Protocol):
-    """What is asked of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
-
-
-def look_at_heads(model: GPT, tokenizer: Tokens, run: Path, step: int, dtype: str) -> dict[str, dict[str, float]]:
+def look_at_heads(model: GPT, tokenizer: Tokenizer, run: Path, step: int, dtype: str) -> dict[str, dict[str, float]]:
     """The scores of every head by name, for a log; keeps the record of the random tokens in run/records.
 
     The tokens are the same at every step of every run of this vocabulary and block_size. Takes no number from the

@@ -13,6 +13,7 @@ from training.cli import parse
 from training.config import parse_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+ROOMS = "model|data|training|probes|viewer|tests|benchmarks|configs"
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
 
 
@@ -52,7 +53,7 @@ def test_named_files_and_lines_exist(page):
     for span in spans(page):
         if match := re.fullmatch(r"([\w/.]+\.py)::([\w.]+)", span):
             assert match[2] in set(names(REPOSITORY / match[1])), span
-        elif re.fullmatch(r"(model|data|training|probes|tests|benchmarks|configs)/[\w/.]*", span) and "foo" not in span:
+        elif re.fullmatch(rf"({ROOMS})/[\w/.]*", span) and "foo" not in span:
             assert (REPOSITORY / span).exists() or (REPOSITORY / f"{span}.py").exists(), span
 
 

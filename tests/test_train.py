@@ -42,6 +42,7 @@ def test_20_steps_from_the_command_line(tmp_path, capsys):
     names = {path.name for path in run.iterdir()}
     pictures = {"loss.png", "attention.png"}
     assert names == pictures | {
+        "page.html",
         "best.pt",
         "last.pt",
         "previous.pt",
@@ -53,6 +54,7 @@ def test_20_steps_from_the_command_line(tmp_path, capsys):
     for name in pictures:
         with Image.open(run / name) as picture:
             picture.load()
+    assert out.endswith(f"walk through its attention in a browser: {run / 'page.html'}\n")
     content = torch.load(run / "last.pt", weights_only=True)
     assert (content["step"], content["n_tokens"]) == (20, 20 * 4 * 16)
     rows = read_metrics(run)

@@ -136,9 +136,9 @@ class ProbeConfig:
     """What is looked at during training and when it ends."""
 
     text: str = ""
-    """Text whose attention is drawn into attention.png; empty takes the start of the validation split."""
-    max_tokens: int = 48
-    """The picture shows at most so many tokens of it; 0 draws no picture."""
+    """Text that attention.png and page.html show; empty takes the start of the validation split."""
+    max_tokens: int = 128
+    """They show at most so many tokens of it; 0 makes neither."""
     interval: int = 0
     """Steps between looks at the heads: scores in probes.jsonl, a record of attention in records/; 0 is never."""
 

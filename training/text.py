@@ -1,7 +1,7 @@
 """From token ids to text as it is made, for sample.py and for the sample at the end of training."""
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -100,6 +100,28 @@ def generate_text(
         if all(stream.finish for stream in streams):
             return
     yield streams, [stream.end() for stream in streams]
+
+
+def validation_tokens(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """The validation part of the text that a run was trained on. ValueError when it is not there any more."""
+    from data.prepare import prepare
+
+    try:
+        corpus = prepare(config.data, show_progress=False)
+        if corpus.tokenizer.hash != tokenizer.hash:
+            raise ValueError("its text has another vocabulary now")
+        tokens: list[int] = corpus.split(config.data.val_fraction, config.model.block_size).val.tolist()
+    except ValueError as error:
+        raise ValueError(f"the run's own data cannot be used ({error}); give --text or --file") from error
+    return tokens
+
+
+def probe_tokens(
+    config: Config, tokenizer: Tokenizer, val_tokens: Callable[[], Sequence[int]], at_most: int = 256
+) -> list[int]:
+    """The text that a run is looked at with: probe.text, else the start of its validation split."""
+    n_tokens = min(at_most, config.model.block_size)
+    return tokenizer.encode(config.probe.text, unknown="skip")[:n_tokens] or list(val_tokens()[:n_tokens])
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, config: Config) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probes.arguments import check_output, numbers, tokens_of
 from probes.causal.effects import patch_scores
 from probes.causal.tables import (
     ablation_table,
@@ -15,7 +16,7 @@ from probes.causal.tables import (
     patch_table,
     rank_table,
 )
-from probes.commands import Ablate, Knockout, Lens, Patch, check_output, numbers, tokens_of
+from probes.commands import Ablate, Knockout, Lens, Patch
 from probes.pictures.labels import label
 from probes.scores import repeated_tokens
 from probes.table import Table

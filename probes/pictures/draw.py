@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURE_SUFFIXES = (".png", ".svg")
-_DPI = 150
+_DPI = 200
+_SMALL, _LARGE = 8, 9  # points: token labels and numbers; names of axes, titles
 _MOST_CELLS = 512  # each cell keeps at least two pixels, so that no single bright one falls between pixels
 _MOST_LABELS = 64
 _LONGEST_LABEL = 40  # columns
@@ -25,8 +26,11 @@ FORBIDDEN = "#d8d8d8"
 HUE = ((0, "#ffffff"), (0.04, "#dceaf6"), (0.15, "#a9cce6"), (0.35, "#61a7d2"), (0.65, "#2171b5"), (1, "#08306b"))
 
 
-def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) -> None:
-    """One head as PNG or SVG, by the suffix of `path`. ValueError for another suffix or a head that is not there."""
+def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str, *, title: bool = True) -> None:
+    """One head as PNG or SVG, by the suffix of `path`. title: say above what made it; a paper has its caption.
+
+    ValueError for another suffix or a head that is not there.
+    """
     _check_suffix(Path(path))
     cells = record.pooled(layer, head, _MOST_CELLS).numpy()
     n, n_cells = record.n_tokens, len(cells)
@@ -36,26 +40,29 @@ def draw_head(record: AttentionRecord, layer: int, head: int, path: Path | str) 
     figure = new_figure(side + 2.2, side + 1.4)
     axes = figure.add_axes((1.2 / (side + 2.2), 0.7 / (side + 1.4), side / (side + 2.2), side / (side + 1.4)))
     image = _show(axes, cells, n)
-    for place in ("top", "right"):
-        axes.spines[place].set_visible(False)
+    axes.spines[:].set(linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=_SMALL, width=0.6)
     if is_labelled:
         names = distinct(labels(record.info.token_bytes, record.info.token_ids))
         fonts, drawable = fonts_for(names)
         names = [escape_missing(fit(name, min(cell_len(name), _LONGEST_LABEL)), drawable) for name in names]
-        text: dict[str, Any] = {"fontsize": 8, "fontfamily": fonts, "parse_math": False}
+        text: dict[str, Any] = {"fontsize": _SMALL, "fontfamily": fonts, "parse_math": False}
         # Short names stand upright; long ones would run into each other.
         upright = max(map(len, names)) * 0.09 < side / n
         axes.set_xticks(range(n), names, rotation=0 if upright else 90, **text)
         axes.set_yticks(range(n), names, **text)
         axes.tick_params(length=0, pad=3)
-    axes.set_xlabel("key (attended to)")
-    axes.set_ylabel("query (attends)")
-    axes.set_title(_title(record, f"head {layer}.{head}", layer, n_cells), fontsize=9, loc="left", parse_math=False)
+    axes.set_xlabel("key (attended to)", fontsize=_LARGE)
+    axes.set_ylabel("query (attends)", fontsize=_LARGE)
+    if title:
+        name = _title(record, f"head {layer}.{head}", layer, n_cells)
+        axes.set_title(name, fontsize=_LARGE, loc="left", parse_math=False)
     bar_height = min(side, 3.0)
     bar = figure.add_axes(
         ((1.2 + side + 0.15) / (side + 2.2), 0.7 / (side + 1.4), 0.12 / (side + 2.2), bar_height / (side + 1.4))
     )
-    figure.colorbar(image, cax=bar, label="weight", ticks=[0, 0.25, 0.5, 0.75, 1])
+    _scale(figure, image, bar)
     save_figure(figure, Path(path))
 
 
@@ -65,6 +72,7 @@ def draw_heads(
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
+    title: bool = True,
 ) -> None:
     """Thumbnails named layer.head, a row of pictures a layer, as PNG or SVG. None draws all that the record holds.
 
@@ -87,17 +95,19 @@ def draw_heads(
             image = _show(axes, record.pooled(layer, head, n_cells).numpy(), record.n_tokens)
             axes.set_xticks([])
             axes.set_yticks([])
-            axes.set_title(f"{layer}.{head}", fontsize=8, pad=3)
+            axes.spines[:].set(linewidth=0.4, color="#909090")
+            axes.set_title(f"{layer}.{head}", fontsize=_SMALL, pad=3)
     last_column = left + len(heads) * (side + gap) - gap
     bar = figure.add_axes(
         ((last_column + 0.15) / width, (height - top - min(side, 2)) / height, 0.1 / width, min(side, 2) / height)
     )
-    figure.colorbar(image, cax=bar, label="weight", ticks=[0, 0.5, 1])
-    title = _title(record, "heads named layer.head", layers[0], min(n_cells, record.n_tokens))
-    figure.text(left / width, 1 - 0.12 / height, title, fontsize=9, va="top", parse_math=False)
-    figure.text((left + last_column) / 2 / width, 0, "key (attended to)", ha="center", va="top", fontsize=9)
+    _scale(figure, image, bar)
+    if title:
+        name = _title(record, "heads named layer.head", layers[0], min(n_cells, record.n_tokens))
+        figure.text(left / width, 1 - 0.12 / height, name, fontsize=_LARGE, va="top", parse_math=False)
+    figure.text((left + last_column) / 2 / width, 0, "key (attended to)", ha="center", va="top", fontsize=_LARGE)
     middle = (height - top + bottom) / 2 / height
-    figure.text(0.2 / width, middle, "query (attends)", ha="center", va="center", rotation=90, fontsize=9)
+    figure.text(0.2 / width, middle, "query (attends)", ha="center", va="center", rotation=90, fontsize=_LARGE)
     save_figure(figure, Path(path))
 
 
@@ -153,6 +163,13 @@ def _show(axes: Any, cells: Any, n_tokens: int) -> Any:
     return axes.imshow(cells, cmap=colours, vmin=0, vmax=1, interpolation="nearest", extent=(-0.5, end, end, -0.5))
 
 
+def _scale(figure: "Figure", image: Any, axes: Any) -> None:
+    bar = figure.colorbar(image, cax=axes, ticks=[0, 0.25, 0.5, 0.75, 1], format="{x:g}")
+    bar.set_label("weight", fontsize=_LARGE)
+    bar.ax.tick_params(labelsize=_SMALL, width=0.6)
+    bar.outline.set_linewidth(0.6)
+
+
 def new_figure(width: float, height: float) -> "Figure":
     # Figure itself, not pyplot: no global state, no window system, nothing to close.
     from matplotlib.figure import Figure
@@ -168,6 +185,6 @@ def _check_suffix(path: Path) -> None:
 def save_figure(figure: "Figure", path: Path) -> None:
     from matplotlib import rc_context
 
-    # Outlines instead of font names: an SVG looks the same where our fonts are not installed.
-    with replacing(path) as beside, rc_context({"svg.fonttype": "path"}):
+    # Text stays text in an SVG: it can be searched, and set in the font of the paper that it goes into.
+    with replacing(path) as beside, rc_context({"svg.fonttype": "none"}):
         figure.savefig(beside, format=path.suffix.lower()[1:], bbox_inches="tight", pad_inches=0.1)

@@ -11,10 +11,12 @@ from PIL import Image
 
 from probe import main
 from probes.answers import SCORES
+from probes.capture import capture
 from probes.record import AttentionRecord
 from probes.scores import ROLES
 from tests.tiny import tiny_config
 from train import train
+from training.checkpoint import load_run
 
 torch.set_num_threads(1)
 ODD = "a\n🙂</script>"
@@ -113,7 +115,7 @@ def test_rollout(run, capsys):
     assert probe(capsys, "rollout", run, "--text", ODD, "--rows", "99")[0] == 2
 
 
-def test_compare(run, capsys):
+def test_compare(run, tmp_path, capsys):
     about, rows = table_of(capsys, "compare", run, "--steps", "5,20", "--sort", "moved")
     assert (about["first_step"], about["second_step"], about["tokens"]) == (5, 20, 32)
     keys = [key for key in SCORES if key not in ("offset", "copying") and not key.endswith("composition")]
@@ -132,6 +134,11 @@ def test_compare(run, capsys):
     record = f"{run}/records/step-000020.safetensors"
     about, rows = table_of(capsys, "compare", record, run, "--checkpoint", "last")
     assert max(abs(row["induction"]) for row in rows) < 1e-6  # the record is of the last step and of the same tokens
+    other = capture(load_run(run, "last").model, [3, 1, 2, 1])  # not the tokens that are compared by default
+    other.save(tmp_path / "other.safetensors")
+    about, rows = table_of(capsys, "compare", tmp_path / "other.safetensors", run, "--checkpoint", "last")
+    assert about["tokens"] == 4
+    assert max(row["moved"] for row in rows) < 1e-6
 
 
 @pytest.mark.parametrize(

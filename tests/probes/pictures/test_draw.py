@@ -68,6 +68,25 @@ def test_the_colour_of_a_cell_is_its_weight(tmp_path):
     assert dark == pytest.approx(grey, rel=0.1)  # three cells each, and the dark end of the colour bar
 
 
+def test_the_text_of_an_svg_is_text_and_its_title_can_be_left_out(tmp_path):
+    record = record_of(HOSTILE)
+    for draw, name in (
+        (lambda p, **o: draw_head(record, 1, 0, p, **o), "head 1.0"),
+        (lambda p, **o: draw_heads(record, p, **o), "1.1"),
+    ):
+        shown = []
+        for title in (True, False):
+            draw(tmp_path / "a.svg", title=title)
+            root = ElementTree.parse(tmp_path / "a.svg").getroot()
+            shown.append(["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")])
+        assert {"query (attends)", "key (attended to)", "weight", "0.25"} <= set(shown[1])
+        assert any(name in text for text in shown[0])
+        assert any("step 12" in text for text in shown[0])
+        assert not any("step 12" in text for text in shown[1])
+        if name == "head 1.0":
+            assert {"=1+1", 'say␣"x",␣y', "</script>", "⏎", "U+0000", "$x$"} <= set(shown[1])
+
+
 def test_another_suffix_is_refused_before_anything_is_drawn(tmp_path):
     record = record_of([b"a"])
     for draw in (lambda path: draw_head(record, 0, 0, path), lambda path: draw_heads(record, path)):

@@ -98,15 +98,13 @@ class AttentionRecord:
             return self._tensors[key][index]
         return self._tensors.get_slice(key)[index]
 
-    def block(self, layer: int, head: int, rows: slice, columns: slice, forbidden: float = 0.0) -> Tensor:
-        """Exact weights of some queries on some keys: (rows, columns) float32; `forbidden` where the mask forbids.
+    def block(self, layer: int, head: int, rows: slice, columns: slice) -> Tensor:
+        """Exact weights of some queries on some keys: (rows, columns) float32; exactly 0 where the mask forbids.
 
         rows and columns are slices of positions with step 1. ValueError for a layer or head that is not there.
         """
         self.check((layer,), (head,))
-        logs = self._log_block(layer, head, self._positions(rows), self._positions(columns))
-        weights = logs.exp()
-        return (weights if forbidden == 0 else weights.masked_fill_(logs == _FORBIDDEN, forbidden)).float()
+        return self._log_block(layer, head, self._positions(rows), self._positions(columns)).exp_().float()
 
     def pairs(self, layer: int, head: int, rows: Tensor, columns: Tensor) -> Tensor:
         """The weight of each pair (rows[p], columns[p]), (P,) float32: one dot product each."""

@@ -103,9 +103,8 @@ def page_content(
 
 
 def head_scores(record: AttentionRecord) -> dict[str, dict[str, float]]:
-    """What `score_record` finds; of a long text only what needs one weight a row."""
-    only = {"previous", "duplicate", "induction", "prefix"} if record.n_tokens > _MOST else None
-    return {str(name): head for name, head in score_record(record, only).items()}
+    """What `score_record` finds; nothing of a long text, which would have to be read as a whole before it opens."""
+    return {str(name): head for name, head in score_record(record).items()} if record.n_tokens <= _MOST else {}
 
 
 def view_of_model(

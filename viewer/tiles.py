@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from probes.record import AttentionRecord, replacing
+from probes.record import AttentionRecord, allowed_pairs, replacing
 
 TILE = 256  # cells a side
 FORBIDDEN = -1.0
@@ -42,6 +42,15 @@ def is_made_at_once(n_tokens: int, level: int) -> bool:
     return level < _FIRST_KEPT or n_tokens <= _AT_ONCE
 
 
+def weights(record: AttentionRecord, layer: int, head: int, rows: slice, columns: slice) -> Tensor:
+    """Exact weights of some queries on some keys, (rows, columns) float32; -1 where the mask forbids."""
+    block, rule = record.block(layer, head, rows, columns), record.layer_info(layer).rule
+    if not rule.allows_all(range(rows.start, rows.stop), range(columns.start, columns.stop)):
+        i, j = torch.arange(rows.start, rows.stop), torch.arange(columns.start, columns.stop)
+        block.masked_fill_(~allowed_pairs(rule, i, j), FORBIDDEN)
+    return block
+
+
 def cells(record: AttentionRecord, layer: int, head: int, rows: slice, columns: slice, level: int) -> Tensor:
     """Of some tokens, the cells of a level: (rows / 2^level, columns / 2^level) float32. Both slices start at multiples
     of 2^level."""
@@ -53,8 +62,7 @@ def cells(record: AttentionRecord, layer: int, head: int, rows: slice, columns: 
             right = min(left + max(_COLUMNS, side), columns.stop)
             if not rule.allows_any(range(top, bottom), range(left, right)):
                 continue
-            block = record.block(layer, head, slice(top, bottom), slice(left, right), FORBIDDEN)
-            block = _pooled(block, side)
+            block = _pooled(weights(record, layer, head, slice(top, bottom), slice(left, right)), side)
             first, second = (top - rows.start) >> level, (left - columns.start) >> level
             out[first : first + block.shape[0], second : second + block.shape[1]] = block
     return out

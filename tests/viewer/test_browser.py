@@ -266,15 +266,13 @@ def test_hostile_tokens_are_only_text(tmp_path, open_page):
 def test_lengths(tmp_path, open_page, n):
     many = {"n_layer": 6, "n_head": 12, "n_embd": 96, "block_size": 512} if n == 512 else {}
     record = captured(n, **many)
-    address = written(tmp_path, record)
-    page = open_page(address)
+    page = open_page(written(tmp_path, record))
     row, column = n - 1, n // 2
     x, y = point_at(page, row, column)
     page.mouse.click(x, y)
     settled(page)
-    layer, head = page.evaluate("[state.layer, state.head]")
-    locked = page.evaluate("state.focus")
-    weight = float(record.weights(layer, head)[locked["row"], locked["column"]])
+    layer, head, locked = page.evaluate("[state.layer, state.head, state.focus]")
+    weight = float(record.row(layer, head, locked["row"])[locked["column"]])
     assert float(page.locator("#focus dd >> nth=-1").inner_text()) == pytest.approx(weight, abs=1e-5)
     assert abs(locked["row"] - row) <= 1
     if n == 512:
@@ -293,10 +291,10 @@ def test_fits_the_width_and_names_every_control(tmp_path, open_page, width, sche
         .filter((one) => !(one.textContent.trim() || one.ariaLabel || one.labels?.length))
         .map((one) => one.outerHTML)"""
     assert page.evaluate(unnamed) == []
-    is_dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] < 128")
-    assert is_dark == (scheme == "dark")
+    is_dark = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] < 128"
+    assert page.evaluate(is_dark) == (scheme == "dark")
     before = page.locator("#theme").inner_text()
     page.locator("#theme").click()
     page.locator("#theme").click()
     assert page.locator("#theme").inner_text() != before
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] < 128")
+    assert page.evaluate(is_dark)

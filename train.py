@@ -153,7 +153,7 @@ def run_steps(
             started = time.perf_counter()
             step = state.step + 1
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, config.train.max_steps, config.optimizer)
+                group["lr"] = group["lr_ratio"] * learning_rate(step, config.train.max_steps, config.optimizer)
 
             # The gradient of the mean loss over the global batch, a micro-batch at a time
             batch = (part.to(runtime.device) for part in state.loader.next_batch())

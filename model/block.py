@@ -27,7 +27,8 @@ class MLP(nn.Module):
         if self.gate_proj is not None:
             hidden = F.silu(self.gate_proj(x)) * hidden
         elif self.kind == "relu2":
-            hidden = F.relu(hidden).square()  # So et al. 2021
+            hidden = F.relu(hidden)
+            hidden = hidden * hidden  # So et al. 2021; square() would leave autocast's bfloat16
         else:
             hidden = F.gelu(hidden, approximate="tanh")  # as in GPT-2
         return self.down_proj(hidden)

@@ -66,7 +66,7 @@ def test_updates_equal_adamw_by_hand(dtype, tolerance):
 
 
 def newton_schulz(matrix, n_iterations):
-    """Jordan et al. 2024, written with the singular values: each iteration maps s to 3.4445 s - 4.775 s³ + 2.0315 s⁵."""
+    """Jordan et al. 2024, written with the singular values: s becomes 3.4445 s - 4.775 s³ + 2.0315 s⁵."""
     u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
     for _ in range(n_iterations):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
@@ -120,7 +120,7 @@ def test_a_state_of_other_groups_or_shapes_is_refused(name):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    with pytest.raises(ValueError, match="the checkpoint's .* is .*, the parameter"):
+    with pytest.raises(ValueError, match=r"the checkpoint's .* is .*, the parameter"):
         optimizers[1].load_state_dict(optimizers[0].state_dict())
     swapped = build_optimizer(one, OptimizerConfig(name="muon" if name == "adamw" else "adamw"))
     with pytest.raises(ValueError, match="groups of"):

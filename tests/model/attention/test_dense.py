@@ -12,7 +12,7 @@ def test_the_map_is_in_the_inputs_type_and_close_to_the_exact_one():
     kinds = []
 
     class Softmax(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):  # noqa: ARG002
+        def __torch_function__(self, function, types, args=(), kwargs=None):
             if function is torch.Tensor.softmax:
                 kinds.append((args[0].dtype, tuple(args[0].shape)))
             return function(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from model.attention import build, path_class, require
 from model.block import Block
 from model.cache import DecodingCache
 from model.config import ModelConfig
+from model.dropout import Dropout
 from model.norm import build_norm, rms_normalise
 from model.position import sinusoidal
 
@@ -33,7 +34,7 @@ class GPT(nn.Module):
             self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
         if config.previous_embedding:  # its last row stands before the first token
             self.previous_embedding = nn.Embedding(config.vocab_size + 1, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if config.window > 0 and not any("window" in path_class(name).supports for name in config.paths):
             require(build(config.paths[0]), {"window"})  # refuses: no layer would follow the window

@@ -98,7 +98,7 @@ class TrainConfig:
     batch_size: int = 32
     """Sequences in a step, over all micro-steps and processes."""
     micro_batch_size: int = 0
-    """Sequences that one process computes at once; gradients accumulate over micro-steps. 0: its whole share."""
+    """Sequences that one process computes at once; gradients accumulate. 0: its whole share, on CUDA what fits."""
     log_interval: int = 10
     """Steps between rows of metrics.jsonl."""
     eval_interval: int = 100
@@ -107,12 +107,14 @@ class TrainConfig:
     """Validate on the first so many tokens of the validation split; 0 takes all of it."""
     checkpoint_interval: int = 100
     """Steps between checkpoints; the last step is always saved."""
+    find_lr: int = 0
+    """Instead of training, try so many rising learning rates, draw find_lr.png and suggest one; 0 trains."""
 
     def __post_init__(self) -> None:
         _check_range("train", self, {"batch_size": "at least 1 and below 2^31"}, lambda x: 1 <= x < 2**31)
         positive = ("max_steps", "log_interval", "eval_interval", "checkpoint_interval")
         _check_range("train", self, dict.fromkeys(positive, "at least 1"), lambda x: x >= 1)
-        others = ("stop_at", "micro_batch_size", "eval_tokens")
+        others = ("stop_at", "micro_batch_size", "eval_tokens", "find_lr")
         _check_range("train", self, dict.fromkeys(others, "0 or more"), lambda x: x >= 0)
 
     @property

@@ -103,7 +103,8 @@ def _muon_step(group: dict[str, Any], states: dict[Tensor, dict[str, Tensor]]) -
     for same in by_shape.values():
         updates = orthogonalise(torch.stack([update for _, update, _ in same]), group["iterations"])
         for (p, _, is_tall), update in zip(same, updates, strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"])
+            if group["weight_decay"]:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(update.mT if is_tall else update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
 

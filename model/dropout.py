@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """PyTorch's; on CPU, where that draws one random number at a time, from bytes of which one draw gives eight: fifteen
+    """PyTorch's; on CPU, where that draws one random number at a time, from bytes, eight of one draw: fifteen
     times as quick. The share is then a whole number of 256ths, and the scale its own."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -112,9 +112,7 @@ def test_a_trial_of_memory_leaves_no_trace(model):
 @pytest.mark.parametrize(("n_held", "expected"), [(100, 12), (12, 12), (11, 6), (5, 4), (1, 1)])
 def test_the_micro_batch_is_the_largest_part_of_the_share_that_fits(n_held, expected, model, tmp_path, monkeypatch):
     config, gpu = tiny_config(tmp_path, batch_size=12), Runtime(torch.device("cuda"), torch.float32)
-    monkeypatch.setattr(
-        "training.parallel._fits", lambda model, size, n_tokens, _: _fits(_Holds(model, n_held), size, n_tokens, CPU)
-    )
+    monkeypatch.setattr("training.parallel._fits", lambda model, size, *_: _fits(_Holds(model, n_held), size, 4, CPU))
     assert fit_micro_batch(model, config, ALONE, gpu) == expected
     assert fit_micro_batch(model, config, ALONE, CPU) == 12  # only a GPU's memory is tried
     assert fit_micro_batch(model, tiny_config(tmp_path, batch_size=12, micro_batch_size=3), ALONE, gpu) == 3

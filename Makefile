@@ -16,9 +16,11 @@ check: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Time and memory of every attention path, in about three minutes; ARGS="-o attention.png" draws them too.
+# About a quarter of an hour. ARGS="--source FILE" takes tiny Shakespeare from a file and not from the hub.
 bench: .venv/installed
-	$(BIN)/python benchmarks/attention.py $(ARGS)
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/step_speed.py
+	$(BIN)/python benchmarks/time_to_loss.py $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.cli import exit_on_user_error, printable
+from training.cli import NonFiniteLoss, exit_on_user_error, printable
 from training.config import Config, parse_arguments
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from training.evaluate import Evaluation
     from training.parallel import Share
     from training.state import TrainState
-
-
-class NonFiniteLoss(ArithmeticError):
-    """Training cannot go on. The bad step has changed nothing; the last checkpoint is finite."""
 
 
 @exit_on_user_error
@@ -51,6 +47,7 @@ def train(config: Config) -> "TrainState":
     from training.metrics import MetricsLog, attention_kernel
     from training.optimizer import build_optimizer, build_scaler
     from training.parallel import build_loader, check_trains, compile_model, on_this_process, share_of, wrap
+    from training.range_test import range_test
     from training.runtime import running, seed_rank
     from training.state import TrainState
 
@@ -81,6 +78,9 @@ def train(config: Config) -> "TrainState":
             scaler=build_scaler(runtime),
             runtime=runtime,
         )
+        if config.train.find_lr:
+            range_test(config, state, functools.partial(run_steps, forward=wrap(model, runtime), share=share))
+            return state
         directory = restore(config, state, corpus, say)
         compiled = compile_model(model, config.run.compile, runtime)
         say(
@@ -140,11 +140,11 @@ def run_steps(
     from model.gpt import next_token_loss
     from training.metrics import progress_bar
     from training.optimizer import learning_rate
-    from training.parallel import gradient_sync
+    from training.parallel import fit_micro_batch, gradient_sync
     from training.runtime import stop_requests
 
     runtime, optimizer, scaler = state.runtime, state.optimizer, state.scaler
-    micro_batch_size = config.micro_batch_size(share.world_size)
+    micro_batch_size = fit_micro_batch(state.model, config, share, runtime)
     last_step, tokens_per_step = config.train.last_step, config.train.batch_size * config.model.block_size
     logged_tokens, logged_seconds = state.n_tokens, state.seconds
     with stop_requests(state), progress_bar(config, state) as bar:
@@ -153,7 +153,7 @@ def run_steps(
             started = time.perf_counter()
             step = state.step + 1
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, config.train.max_steps, config.optimizer)
+                group["lr"] = group["lr_ratio"] * learning_rate(step, config.train.max_steps, config.optimizer)
 
             # The gradient of the mean loss over the global batch, a micro-batch at a time
             batch = (part.to(runtime.device) for part in state.loader.next_batch())

@@ -52,8 +52,9 @@ class LayerCache:
 
 
 class DecodingCache:
-    """One LayerCache a layer. `n_tokens` have been seen."""
+    """One LayerCache a layer. `n_tokens` have been seen; `last_token` (B, 1) is kept where the model asks for it."""
 
     def __init__(self, n_layer: int, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(n_layer)]
         self.n_tokens = 0
+        self.last_token: Tensor | None = None

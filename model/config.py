@@ -40,8 +40,8 @@ class ModelConfig:
     """Normalisation of the residual stream."""
     norm_placement: Literal["pre", "post"] = "pre"
     """Before each sub-layer (GPT-2) or after its addition (Vaswani et al. 2017)."""
-    mlp: Literal["gelu", "relu2", "swiglu", "none"] = "gelu"
-    """Feed-forward of a block; none makes an attention-only model."""
+    mlp: Literal["gelu", "gelu_exact", "relu2", "swiglu", "none"] = "gelu"
+    """Feed-forward of a block: gelu by tanh as GPT-2, gelu_exact as nanoGPT (on CPU twice as fast); none has none."""
     position: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"
     """How the order of tokens enters."""
     rope_base: float = 10000.0
@@ -52,6 +52,12 @@ class ModelConfig:
     """Bias in linear layers and LayerNorm."""
     tied_head: bool = True
     """The output head is the transposed token embedding."""
+    zero_outputs: bool = False
+    """Projections into the residual stream start at zero, so that each block starts as the identity."""
+    embedding_norm: bool = False
+    """Scale each embedded position to unit root-mean-square before the first block."""
+    previous_embedding: bool = False
+    """Add to each position an embedding of the token before it."""
     dropout: float = 0.0
     """Share dropped of embeddings and of each sub-layer's output, in training."""
     attention_dropout: float = 0.0
@@ -95,6 +101,10 @@ class ModelConfig:
             raise ValueError(f"model.n_kv_head {self.n_kv_head} must divide model.n_head {self.n_head}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"model.position rope needs an even head_dim; n_embd / n_head is {self.head_dim}")
+        if self.previous_embedding and "ring" in self.attention.split(","):
+            raise ValueError(
+                "model.previous_embedding needs the token before each; on the path ring it may be elsewhere"
+            )
         for path in self.attention.split(","):
             if path not in available():
                 raise ValueError(f"model.attention names {path!r}; choose from: {', '.join(available())}")

@@ -10,7 +10,8 @@ from model.attention import build, path_class, require
 from model.block import Block
 from model.cache import DecodingCache
 from model.config import ModelConfig
-from model.norm import build_norm
+from model.dropout import Dropout
+from model.norm import build_norm, rms_normalise
 from model.position import sinusoidal
 
 IGNORED = -100  # a target that no loss counts
@@ -31,7 +32,9 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
+        if config.previous_embedding:  # its last row stands before the first token
+            self.previous_embedding = nn.Embedding(config.vocab_size + 1, config.n_embd)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if config.window > 0 and not any("window" in path_class(name).supports for name in config.paths):
             require(build(config.paths[0]), {"window"})  # refuses: no layer would follow the window
@@ -44,7 +47,8 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             # 2·n_layer terms are summed in the residual stream; this keeps its variance near one (GPT-2, section 2.3).
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.n_layer))
+                std = 0.0 if config.zero_outputs else 0.02 / math.sqrt(2 * config.n_layer)
+                nn.init.normal_(weight, std=std)
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cache: DecodingCache | None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, V).
@@ -64,12 +68,23 @@ class GPT(nn.Module):
             x = x + self.position_embedding(positions)
         elif self.config.position == "sinusoidal":
             x = x + sinusoidal(positions, self.config.n_embd).to(x.dtype)
+        if self.config.previous_embedding:
+            x = x + self.previous_embedding(self._tokens_before(tokens, cache))
+        if self.config.embedding_norm:
+            x = rms_normalise(x)
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             x = block(x, positions=positions, cache=None if cache is None else cache.layers[i])
         if cache is not None:
             cache.n_tokens += tokens.shape[1]
         return self.logits(self.final_norm(x))
+
+    def _tokens_before(self, tokens: Tensor, cache: DecodingCache | None) -> Tensor:
+        """(B, T) -> (B, T): each position's predecessor; before the first of a context stands vocab_size."""
+        first = torch.full_like(tokens[:, :1], self.config.vocab_size)
+        if cache is not None:
+            first, cache.last_token = first if cache.last_token is None else cache.last_token, tokens[:, -1:]
+        return torch.cat((first, tokens[:, :-1]), dim=1)
 
     def logits(self, x: Tensor) -> Tensor:
         """Unembeds normalised positions: (B, T, C) -> (B, T, V)."""

@@ -38,19 +38,29 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x: Tensor, *, positions: Tensor, cache: LayerCache | None = None) -> Tensor:
         """positions (T,) are the places of the T tokens in the whole context."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # once, and not for each of the three projections
         q = self.split_heads(self.q_proj(x))  # (B, H, T, D)
         k = self.split_heads(self.k_proj(x))  # (B, G, T, D)
         v = self.split_heads(self.v_proj(x))
-        if self.config.qk_norm:
-            q, k = rms_normalise(q), rms_normalise(k)
-        if self.config.position == "rope":
-            q, k = (rotate(part, positions, self.config.rope_base) for part in (q, k))
+        if self.config.qk_norm or self.config.position == "rope":
+            q, k = (self._place(part, positions) for part in (q, k))
         with torch.autocast(x.device.type, enabled=False):
             if cache is None:
                 out = self.path(q, k, v, rule=self.rule)
             else:
                 out = self.path.decode(q, k, v, rule=self.rule, cache=cache)
         return self.o_proj(self.join_heads(out))
+
+    def _place(self, x: Tensor, positions: Tensor) -> Tensor:
+        """QK-norm and RoPE, on one contiguous copy in at least float32: (B, H, T, D) -> (B, H, T, D)."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        placed = x.to(exact, memory_format=torch.contiguous_format)  # mixed layouts would take five times as long
+        if self.config.qk_norm:
+            placed = rms_normalise(placed)
+        if self.config.position == "rope":
+            placed = rotate(placed, positions, self.config.rope_base)
+        return placed.to(x.dtype)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """(B, T, H·D) -> (B, H, T, D)"""

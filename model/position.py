@@ -20,6 +20,6 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = base ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
     angles = positions[:, None].to(dtype) * frequencies  # (T, D / 2)
-    sin, cos = angles.sin(), angles.cos()
-    first, second = x.to(dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)  # (T, D)
+    x_exact = x.to(dtype)
+    return (x_exact * cos + x_exact.roll(half, dims=-1) * sin).to(x.dtype)

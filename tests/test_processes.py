@@ -60,14 +60,16 @@ def test_two_processes_give_the_losses_of_one_also_when_resumed(tmp_path):
         tiny_flags(tmp_path, "two", source="nowhere.txt"),
         tiny_flags(tmp_path, "two", stop_at=5, **changes),
         tiny_flags(tmp_path, "two", **changes),
+        tiny_flags(tmp_path, "muon two", name="muon", **changes),
     )
     assert [line for line in first[1].splitlines() if line.startswith("code")] == [
         "code 2",
         "code 2",
         "code 0",
         "code 0",
+        "code 0",
     ]
-    assert other[1] == "code 2\ncode 2\ncode 0\ncode 0\n"  # only the main process speaks
+    assert other[1] == "code 2\ncode 2\ncode 0\ncode 0\ncode 0\n"  # only the main process speaks
     assert f"resuming {tmp_path / 'two'} after step 5" in first[1]
     for _, _, err in (first, other):
         assert "train.batch_size 3 / 2 processes = 1.5: not whole; try 2" in err
@@ -83,6 +85,9 @@ def test_two_processes_give_the_losses_of_one_also_when_resumed(tmp_path):
     for p, q in zip(last(tmp_path / "two")["model"].values(), last(tmp_path / "one")["model"].values(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     assert len(last(tmp_path / "two")["training"]["rng"]) == 2
+    train(tiny_config(tmp_path, "muon", name="muon", **changes))
+    for got, expected in zip(rows(tmp_path / "muon two"), rows(tmp_path / "muon"), strict=True):
+        assert got == pytest.approx(expected, rel=2e-2)  # its update is rounded to bfloat16
 
 
 def test_a_ring_of_two_gives_the_losses_and_parameters_of_one(tmp_path):

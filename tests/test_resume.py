@@ -63,6 +63,12 @@ def no_report(monkeypatch):
         ("random", "float32", {}),
         ("sequential", "bfloat16", {"micro_batch_size": 2}),
         ("random", "bfloat16", {"schedule": "linear", "norm": "rmsnorm", "position": "rope"}),
+        (
+            "random",
+            "bfloat16",
+            {"name": "muon", "attention": "dense", "position": "rope", "mlp": "relu2", "qk_norm": True}
+            | {"zero_outputs": True, "embedding_norm": True, "previous_embedding": True, "tied_head": False},
+        ),
         ("sequential", "float32", {"micro_batch_size": 1, "attention_dropout": 0.1, "attention": "reference"}),
     ],
 )

@@ -15,6 +15,10 @@ _Arguments = ParamSpec("_Arguments")
 _T = TypeVar("_T")
 
 
+class NonFiniteLoss(ArithmeticError):
+    """Training cannot go on. The bad step has changed nothing; the last checkpoint is finite."""
+
+
 def parse(form: type[_T], arguments: Sequence[str] | None, prog: str, **options: Any) -> _T:
     """Arguments -> an instance of the dataclass `form`, by tyro. --help prints and exits with code 0.
 

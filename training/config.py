@@ -48,10 +48,16 @@ class RunConfig:
 class OptimizerConfig:
     """How a gradient becomes an update."""
 
-    name: Literal["adamw"] = "adamw"
-    """Update rule (Loshchilov & Hutter 2019)."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw (Loshchilov & Hutter 2019); muon (Jordan et al. 2024) for matrices of the blocks, adamw for the rest."""
     learning_rate: float = 1e-3
-    """Peak, reached after warm-up."""
+    """Peak of adamw, reached after warm-up."""
+    muon_learning_rate: float = 0.02
+    """Peak of muon: the length of a step, since its updates have singular values near one."""
+    muon_momentum: float = 0.95
+    """Decay of the mean of gradients in muon."""
+    muon_iterations: int = 5
+    """Newton-Schulz iterations that make an update orthogonal."""
     warmup_steps: int = 50
     """Steps of linear rise to the peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -65,15 +71,18 @@ class OptimizerConfig:
     beta2: float = 0.99
     """Decay of the mean of squared gradients."""
     weight_decay: float = 0.1
-    """Decoupled decay, of matrices only."""
+    """Decoupled decay, of matrices only; with muon, of those that it updates."""
     grad_clip: float = 1.0
     """Largest norm of the whole gradient; 0 is off."""
 
     def __post_init__(self) -> None:
-        _check_range("optimizer", self, {"learning_rate": "above 0"}, lambda x: 0 < x < math.inf)
+        rates = ("learning_rate", "muon_learning_rate")
+        _check_range("optimizer", self, dict.fromkeys(rates, "above 0"), lambda x: 0 < x < math.inf)
+        _check_range("optimizer", self, {"muon_iterations": "from 1 to 20"}, lambda x: 1 <= x <= 20)
         _check_range("optimizer", self, {"decay_fraction": "above 0, at most 1"}, lambda x: 0 < x <= 1)
         _check_range("optimizer", self, {"final_fraction": "from 0 to 1"}, lambda x: 0 <= x <= 1)
-        _check_range("optimizer", self, dict.fromkeys(("beta1", "beta2"), "0 or more, below 1"), lambda x: 0 <= x < 1)
+        means = ("beta1", "beta2", "muon_momentum")
+        _check_range("optimizer", self, dict.fromkeys(means, "0 or more, below 1"), lambda x: 0 <= x < 1)
         names = ("warmup_steps", "weight_decay", "grad_clip")
         _check_range("optimizer", self, dict.fromkeys(names, "0 or more"), lambda x: 0 <= x < math.inf)
 
@@ -89,7 +98,7 @@ class TrainConfig:
     batch_size: int = 32
     """Sequences in a step, over all micro-steps and processes."""
     micro_batch_size: int = 0
-    """Sequences that one process computes at once; gradients accumulate over micro-steps. 0: its whole share."""
+    """Sequences that one process computes at once; gradients accumulate. 0: its whole share, on CUDA what fits."""
     log_interval: int = 10
     """Steps between rows of metrics.jsonl."""
     eval_interval: int = 100
@@ -98,12 +107,14 @@ class TrainConfig:
     """Validate on the first so many tokens of the validation split; 0 takes all of it."""
     checkpoint_interval: int = 100
     """Steps between checkpoints; the last step is always saved."""
+    find_lr: int = 0
+    """Instead of training, try so many rising learning rates, draw find_lr.png and suggest one; 0 trains."""
 
     def __post_init__(self) -> None:
         _check_range("train", self, {"batch_size": "at least 1 and below 2^31"}, lambda x: 1 <= x < 2**31)
         positive = ("max_steps", "log_interval", "eval_interval", "checkpoint_interval")
         _check_range("train", self, dict.fromkeys(positive, "at least 1"), lambda x: x >= 1)
-        others = ("stop_at", "micro_batch_size", "eval_tokens")
+        others = ("stop_at", "micro_batch_size", "eval_tokens", "find_lr")
         _check_range("train", self, dict.fromkeys(others, "0 or more"), lambda x: x >= 0)
 
     @property

@@ -13,7 +13,7 @@ from model.gpt import IGNORED, next_token_loss
 from training.parallel import ALONE, Share
 from training.runtime import Runtime
 
-_TOKENS_AT_ONCE = 16_384
+_TOKENS_AT_ONCE = 4_096
 
 
 @dataclass(frozen=True)

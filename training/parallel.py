@@ -98,6 +98,36 @@ def wrap(model: nn.Module, runtime: Runtime) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[runtime.device] if runtime.device.type == "cuda" else None)
 
 
+def fit_micro_batch(model: nn.Module, config: Config, share: Share, runtime: Runtime) -> int:
+    """Sequences to compute at once: train.micro_batch_size, or, where that is 0 on a GPU, the largest part of the
+    process's share whose forward and backward pass fit its memory, tried now. ValueError when not even one does."""
+    largest = config.micro_batch_size(share.world_size)
+    if config.train.micro_batch_size or runtime.device.type != "cuda":
+        return largest
+    for size in (n for n in range(largest, 0, -1) if largest % n == 0):
+        if not runtime.max(not _fits(model, size, config.model.block_size, runtime)):  # all processes take the same
+            return size
+    raise ValueError(f"not even one sequence of {config.model.block_size} tokens fits the memory of {runtime.device}")
+
+
+def _fits(model: nn.Module, n_sequences: int, n_tokens: int, runtime: Runtime) -> bool:
+    """Beside the optimizer's moments. Draws no numbers of the run and leaves no gradients."""
+    with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
+        try:
+            tokens = torch.zeros(n_sequences, n_tokens, dtype=torch.int64, device=runtime.device)
+            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+            with runtime.autocast():
+                logits = model(tokens)
+            next_token_loss(logits, tokens).backward()
+            del moments
+        except torch.cuda.OutOfMemoryError:
+            return False
+        finally:
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+    return True
+
+
 def gradient_sync(model: nn.Module, is_last_micro_step: bool) -> AbstractContextManager:
     """Only the last micro-step's backward pass has to exchange gradients."""
     if isinstance(model, DistributedDataParallel) and not is_last_micro_step:

@@ -1,5 +1,6 @@
 """What the run stands on: device, number type, processes, seeds, signals."""
 
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -84,6 +85,8 @@ def running(config: RunConfig) -> Iterator[Runtime]:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if world_size > 1:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -96,6 +99,15 @@ def running(config: RunConfig) -> Iterator[Runtime]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Large tensors come and go in every step. By default glibc gives their pages back each time and the system clears
+    new ones, which makes element-wise operations up to four times slower. Elsewhere than on glibc it does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: smaller blocks come from the heap
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: the heap keeps what was freed
 
 
 def seed_rank(config: RunConfig, runtime: Runtime) -> None:

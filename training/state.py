@@ -11,6 +11,7 @@ from data.loader import BatchLoader
 from data.prepare import Corpus
 from model import GPT
 from training.config import Config
+from training.optimizer import Optimizer
 from training.runtime import Runtime
 
 _NUMBERS = ("step", "n_tokens", "seconds", "val_loss", "val_bits_per_byte", "best_val_loss")
@@ -21,9 +22,9 @@ class TrainState:
     """If it is not here, it is not resumed."""
 
     model: GPT
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     loader: BatchLoader
-    scaler: torch.amp.GradScaler
+    scaler: Any  # a torch.amp.GradScaler, which is typed for torch.optim alone
     runtime: Runtime
     step: int = 0
     n_tokens: int = 0

@@ -56,7 +56,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         ),
         ({"norm": "batchnorm"}, r"model\.norm is 'batchnorm'; choose one of: layernorm, rmsnorm"),
         ({"norm_placement": "both"}, r"model\.norm_placement is 'both'; choose one of: pre, post"),
-        ({"mlp": "relu"}, r"model\.mlp is 'relu'; choose one of: gelu, relu2, swiglu, none"),
+        ({"mlp": "relu"}, r"model\.mlp is 'relu'; choose one of: gelu, gelu_exact, relu2, swiglu, none"),
         ({"position": "Rope"}, r"model\.position is 'Rope'; choose one of: learned, sinusoidal, rope, alibi, none"),
     ],
 )

@@ -39,6 +39,8 @@ REST = [
     {"attention": "window,reference", "window": 4},
     {"attention": "linear", "n_kv_head": 2, "linear_feature_map": "relu"},
     {"attention": "ring", "attention_softcap": 5.0},
+    {"attention": "dense", "embedding_norm": True, "tied_head": False, "n_kv_head": 2},
+    {"previous_embedding": True, "embedding_norm": True},
     {"attention": "window", "window": 3, "n_global": 1, "full_attention_every": 2},
 ]
 
@@ -66,6 +68,7 @@ def expected_size(c):
         mlp = linear(c.n_embd, 4 * c.n_embd) + linear(4 * c.n_embd, c.n_embd) + norm
     embeddings = c.vocab_size * c.n_embd * (1 if c.tied_head else 2)
     embeddings += c.block_size * c.n_embd if c.position == "learned" else 0
+    embeddings += (c.vocab_size + 1) * c.n_embd if c.previous_embedding else 0
     return embeddings + c.n_layer * (attention + norm + mlp) + norm * (c.norm_placement == "pre")
 
 
@@ -88,6 +91,24 @@ def test_every_configuration_builds_runs_learns_and_decodes():
                 cache, whole = model.new_cache(), model(tokens)
                 steps = [model(part, cache=cache) for part in tokens.split([5, 1, 1, 5], dim=1)]
             torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-9, atol=1e-11)
+
+
+def test_with_zero_outputs_every_block_starts_as_the_identity():
+    model = GPT(small(zero_outputs=True, position="rope", tied_head=False))
+    tokens = torch.randint(13, (2, 12))
+    torch.testing.assert_close(model(tokens), model.logits(model.final_norm(model.token_embedding(tokens))))
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.3)
+
+
+def test_embeddings_of_a_position_by_hand():
+    """Token and the token before it, of which the first has none (row 13); then unit root-mean-square."""
+    model = GPT(small(previous_embedding=True, embedding_norm=True, zero_outputs=True, position="none"))
+    tokens = torch.tensor([[3, 7, 7], [0, 12, 3]])
+    token, before = model.token_embedding.weight, model.previous_embedding.weight
+    rows = [[token[a] + before[b] for a, b in zip(row, [13, *row[:-1]], strict=True)] for row in tokens.tolist()]
+    x = torch.stack([torch.stack(row) for row in rows])
+    x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(model(tokens), model.logits(model.final_norm(x)))
 
 
 def test_baby_gpt_has_nanogpts_size():

@@ -7,7 +7,7 @@ from torch import nn
 from model import GPT, ModelConfig
 from tests.tiny import tiny_config
 from train import train
-from training.parallel import compile_model, gradient_sync, wrap
+from training.parallel import ALONE, _fits, compile_model, fit_micro_batch, gradient_sync, wrap
 from training.runtime import Runtime
 
 CPU = Runtime(torch.device("cpu"), torch.float32)
@@ -86,3 +86,39 @@ def test_training_goes_on_whether_torch_compile_works_or_not(mode, tmp_path, mon
     assert capsys.readouterr().err.count("training uncompiled: no C++ compiler\n") == (mode == "on")
     plain, other = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"] for name in ("plain", mode))
     assert all(torch.equal(p, other[name]) for name, p in plain.items())
+
+
+class _Holds(nn.Module):
+    """Stands in for a model on a GPU whose memory holds so many sequences."""
+
+    def __init__(self, model, n_sequences):
+        super().__init__()
+        self.model, self.n_sequences = model, n_sequences
+
+    def forward(self, tokens):
+        logits = self.model(tokens)
+        if len(tokens) > self.n_sequences:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return logits
+
+
+def test_a_trial_of_memory_leaves_no_trace(model):
+    random_state = torch.get_rng_state()
+    assert [_fits(_Holds(model, 3), size, 4, CPU) for size in (1, 3, 4)] == [True, True, False]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(("n_held", "expected"), [(100, 12), (12, 12), (11, 6), (5, 4), (1, 1)])
+def test_the_micro_batch_is_the_largest_part_of_the_share_that_fits(n_held, expected, model, tmp_path, monkeypatch):
+    config, gpu = tiny_config(tmp_path, batch_size=12), Runtime(torch.device("cuda"), torch.float32)
+    monkeypatch.setattr("training.parallel._fits", lambda model, size, *_: _fits(_Holds(model, n_held), size, 4, CPU))
+    assert fit_micro_batch(model, config, ALONE, gpu) == expected
+    assert fit_micro_batch(model, config, ALONE, CPU) == 12  # only a GPU's memory is tried
+    assert fit_micro_batch(model, tiny_config(tmp_path, batch_size=12, micro_batch_size=3), ALONE, gpu) == 3
+
+
+def test_a_sequence_that_does_not_fit_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.parallel._fits", lambda *_: False)
+    with pytest.raises(ValueError, match="not even one sequence of 16 tokens fits the memory of cuda"):
+        fit_micro_batch(model, tiny_config(tmp_path), ALONE, Runtime(torch.device("cuda"), torch.float32))

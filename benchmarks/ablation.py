@@ -1,0 +1,126 @@
+"""What each ingredient of the quick preset earns:  python benchmarks/ablation.py --source tinyshakespeare.txt
+
+The preset without one ingredient at a time, and the plain recipe with one at a time, over several seeds: same size of
+model, same steps. Losses do not depend on how busy the machine is; the milliseconds a step are one thread's.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY)]  # a script finds its own folder there, not the repository
+from probes.table import Table, print_table  # noqa: E402
+from training.cli import exit_on_user_error, parse  # noqa: E402
+
+# ingredient: (flags that put it in, flags that leave it out)
+INGREDIENTS = {
+    "Muon": (
+        "--optimizer.name=muon --optimizer.learning_rate=0.01",
+        "--optimizer.name=adamw --optimizer.learning_rate=0.005",
+    ),
+    "embedding norm": ("--model.embedding_norm=True", "--model.embedding_norm=False"),
+    "previous token": ("--model.previous_embedding=True", "--model.previous_embedding=False"),
+    "RoPE": ("--model.position=rope", "--model.position=learned"),
+    "zero outputs": ("--model.zero_outputs=True", "--model.zero_outputs=False"),
+    "untied head": ("--model.tied_head=False", "--model.tied_head=True"),
+    "ReLU²": ("--model.mlp=relu2", "--model.mlp=gelu"),
+    "QK-norm": ("--model.qk_norm=True", "--model.qk_norm=False"),
+    "RMSNorm": ("--model.norm=rmsnorm", "--model.norm=layernorm"),
+    "linear decay": ("--optimizer.schedule=linear", "--optimizer.schedule=cosine"),
+    "betas 0.8, 0.95": (
+        "--optimizer.beta1=0.8 --optimizer.beta2=0.95",
+        "--optimizer.beta1=0.9 --optimizer.beta2=0.99",
+    ),
+    "logit softcap 15": ("--model.logit_softcap=15", "--model.logit_softcap=0"),
+}
+NOT_IN_PRESET = {"logit softcap 15"}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Final loss of the preset with each ingredient alone off, and of the plain recipe with each alone on."""
+
+    source: str = "shakespeare"
+    """Text, as in --data.source."""
+    preset: str = "configs/shakespeare_quick.toml"
+    """Configuration that has the ingredients."""
+    steps: int = 0
+    """Steps of each run; 0 takes the preset's."""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """A run for each."""
+    start: Literal["preset", "plain", "both"] = "both"
+    """Ingredients are taken from the preset, put into the plain recipe, or both."""
+    only: tuple[str, ...] = ()
+    """Ingredients to look at; none given means all."""
+    threads: int = 1
+    """Threads of a run. One is what other work on the machine disturbs least."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def result_of(options: Benchmark, flags: Sequence[str], seed: int) -> tuple[float, float]:
+    """The final validation loss of one run, and its milliseconds a step. ValueError with its message when it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = [f"--train.max_steps={options.steps}"] if options.steps else []
+        fixed = [f"--run.dir={folder}/run", f"--run.seed={seed}", f"--data.source={options.source}"]
+        fixed += [
+            "--log.progress=False",
+            "--log.sample_tokens=0",
+            "--probe.max_tokens=0",
+            "--train.eval_interval=100000",
+        ]
+        command = [sys.executable, "train.py", options.preset, *fixed, *steps, *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{' '.join(flags)} failed: {done.stderr.strip()}")
+        row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
+        return row["val_loss"], 1e3 * row["seconds"] / row["step"]
+
+
+def variants(options: Benchmark) -> dict[tuple[str, str], list[str]]:
+    """(start, what is changed) -> flags."""
+    names = options.only or tuple(INGREDIENTS)
+    plain = [flag for name in INGREDIENTS for flag in INGREDIENTS[name][1].split()]
+    found: dict[tuple[str, str], list[str]] = {}
+    if options.start != "plain":
+        found["preset", ""] = []
+        for name in names:
+            is_in = name not in NOT_IN_PRESET
+            found["preset", f"{'without' if is_in else 'with'} {name}"] = INGREDIENTS[name][is_in].split()
+    if options.start != "preset":
+        found["plain", ""] = plain
+        found |= {("plain", f"with {name}"): [*plain, *INGREDIENTS[name][0].split()] for name in names}
+    return found
+
+
+@exit_on_user_error
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(Benchmark, arguments, "ablation.py")
+    if unknown := sorted(set(options.only) - set(INGREDIENTS)):
+        raise ValueError(f"--only names {unknown[0]!r}; choose from: {', '.join(INGREDIENTS)}")
+    if not options.seeds:
+        raise ValueError("--seeds names none")
+    rows, means = [], {}
+    for (start, change), flags in variants(options).items():
+        losses, times = zip(*(result_of(options, flags, seed) for seed in options.seeds), strict=True)
+        mean, deviation = statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
+        means[start, change] = mean
+        rows.append((start, change, mean, deviation, mean - means[start, ""], statistics.median(times)))
+        print(f"{start} {change}: {mean:.4f}", file=sys.stderr)
+    about = {"seeds": list(options.seeds), "steps": options.steps or "the preset's"}
+    columns = ("start", "change", "loss", "deviation", "difference", "step_milliseconds")
+    print_table(Table("validation loss, each ingredient alone", columns, rows, about), as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

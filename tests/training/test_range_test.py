@@ -1,0 +1,39 @@
+"""The range test: what it suggests, and that it leaves a run as it was."""
+
+import re
+
+import pytest
+from PIL import Image
+
+from tests.tiny import tiny_config, tiny_flags
+from train import main, train
+from training.range_test import HIGH, LOW, suggest
+
+
+def test_the_suggestion_is_a_third_of_the_rate_of_the_lowest_loss():
+    assert suggest([(0.1, 2.0, 2.0), (0.3, 1.5, 1.4), (0.9, 1.4, 1.5)]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_it_draws_and_suggests_and_keeps_nothing(name, tmp_path, capsys):
+    assert main(tiny_flags(tmp_path, find_lr=30, name=name)) == 0
+    out = capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["find_lr.png"]
+    with Image.open(tmp_path / "run" / "find_lr.png") as picture:
+        assert picture.size == (1050, 600)
+    rates = [float(rate) for rate in re.findall(r"^ *(\d\.\d\de[+-]\d\d) ", out, re.MULTILINE)]
+    assert rates[0] == pytest.approx(LOW * 1e-2, rel=1e-2)  # of the configured 1e-2
+    assert rates == sorted(rates)
+    assert rates[-1] <= HIGH * 1e-2 * 1.01
+    (suggested,) = re.findall(r"suggestion: --optimizer.learning_rate (\S+)", out)
+    assert LOW * 1e-2 / 3 < float(suggested) <= HIGH * 1e-2 / 3
+    assert ("--optimizer.muon_learning_rate" in out) is (name == "muon")
+
+
+def test_an_earlier_run_is_untouched_and_goes_on(tmp_path):
+    train(tiny_config(tmp_path, stop_at=5))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    assert train(tiny_config(tmp_path, find_lr=5)).stop_signal == 0
+    after = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.name != "find_lr.png"}
+    assert after == before
+    assert train(tiny_config(tmp_path)).step == 20

@@ -34,8 +34,8 @@ class LayerCache:
             buffer[:, :, start:end] = new
         self.n_seen += k.shape[2]
         self.n_kept = end
-        keys, values = (buffer[:, :, :end] for buffer in self._buffers)
-        return keys, values
+        keys, values = self._buffers
+        return keys[:, :, :end], values[:, :, :end]
 
     def keep(self, n_first: int, n_last: int) -> None:
         """Forgets all but the first n_first positions of the context and the latest n_last, and frees their memory."""

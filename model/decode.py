@@ -47,7 +47,7 @@ class Matrix:
     def __init__(self, n_rows: int, *layers: nn.Linear) -> None:
         weights: list[Tensor] = [layer.weight for layer in layers]
         weight = weights[0] if len(layers) == 1 else torch.cat(weights)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
         self.packed: Tensor | None = None
         self.rest: Tensor | None = None

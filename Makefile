@@ -16,9 +16,11 @@ check: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Time and memory of every attention path, in about three minutes; ARGS="-o attention.png" draws them too.
+# Time and memory of every attention path, in about three minutes; ARGS="-o attention.png" draws them too. BENCH names
+# another question of benchmarks/: make bench BENCH=sampling
+BENCH ?= attention
 bench: .venv/installed
-	$(BIN)/python benchmarks/attention.py $(ARGS)
+	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

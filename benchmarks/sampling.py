@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ COLUMNS = ("model", "tool", "batch", "tokens_per_second", "of_limit", "of_transf
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Tokens a second, greedy, float32, random weights: medians over the runs of the median token."""
+    """Tokens a second, greedy, float32, random weights: medians over the runs of the median token. With transformers
+    where it is installed."""
 
     models: tuple[str, ...] = ("baby", "gpt2")
     """baby: 10.65 M parameters, context 16 to 256. gpt2: GPT-2's 124 M, context 924 to 1,024. tiny: to try it out."""
@@ -153,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--models {' '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
     if min(options.batches, default=0) < 1 or options.max_new_tokens < 4 or options.runs < 1:
         raise ValueError("--batches and --runs must be at least 1, --max-new-tokens at least 4")
+    tools = [tool for tool in ("transformers", "glassgpt") if tool == "glassgpt" or find_spec(tool) is not None]
     rows: list[Sequence[Value]] = []
     limits = {}
     for name in options.models:
@@ -160,13 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if n_wrong := wrong_tokens(name, batch):
                 print(f"{name}: {n_wrong} of {12 * batch} tokens are wrong: nothing is reported", file=sys.stderr)
                 return 1
-        results = {tool: in_own_process(measure, options, name, tool) for tool in ("transformers", "glassgpt")}
+        results = {tool: in_own_process(measure, options, name, tool) for tool in tools}
         for tool, result in results.items():
             for batch, rate in result["rates"].items():
-                base = results["transformers"]["rates"][batch]
-                first = result["rates"].get(1)
                 share = rate / result["limit"] if batch == 1 else None
-                rows.append((name, tool, batch, rate, share, rate / base, rate / first if first else None))
+                bases = [results["transformers"]["rates"][batch] if len(tools) == 2 else None, result["rates"].get(1)]
+                rows.append((name, tool, batch, rate, share, *(rate / base if base else None for base in bases)))
         limits[name] = results["glassgpt"]["limit"]
     about = {"threads": options.threads, "limits_tokens_per_second": limits}
     print_table(Table("greedy sampling, float32", COLUMNS, rows, about), as_json=options.json)

@@ -114,7 +114,8 @@ class _Layer:
         self.attn_norm, self.o = _norm(block.attn_norm), Matrix(n_rows, attn.o_proj)
         self.qkv = Matrix(n_rows, attn.q_proj, attn.k_proj, attn.v_proj)
         self.heads = (n_rows, config.n_head + 2 * config.kv_heads, 1, config.head_dim)
-        self.n_head, self.n_qk, self.has_qk_norm = config.n_head, config.n_head + config.kv_heads, config.qk_norm
+        self.sizes = (config.n_head + config.kv_heads, config.kv_heads)
+        self.n_head, self.has_qk_norm = config.n_head, config.qk_norm
         # What this path does for one query is a single call; others are asked to decode.
         self.is_flash = isinstance(attn.path, FlashAttention) and attn.path.pinned == "auto"
         if block.mlp is not None:
@@ -123,13 +124,12 @@ class _Layer:
             self.up = Matrix(n_rows, block.mlp.up_proj, *gates)
 
     def attend(self, x: Tensor, turns: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:
-        heads = self.qkv(self.attn_norm(x)).view(self.heads)  # (R, H + 2G, 1, D)
-        qk, v = heads[:, : self.n_qk], heads[:, self.n_qk :]
+        qk, v = self.qkv(self.attn_norm(x)).view(self.heads).split(self.sizes, dim=1)  # (R, H + G, 1, D), (R, G, 1, D)
         if self.has_qk_norm:
             qk = rms_normalise(qk)
         if turns is not None:
             qk = rotate(qk, turns)
-        q, k = qk[:, : self.n_head], qk[:, self.n_head :]
+        q, k = qk.split((self.n_head, v.shape[1]), dim=1)
         if self.is_flash:
             k, v = cache.append(k, v)
             out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
@@ -138,8 +138,9 @@ class _Layer:
         self.o.add_to(x, out.reshape(len(x), -1))
 
     def think(self, x: Tensor) -> None:
-        hidden, *gate = self.up(self.mlp_norm(x)).split(self.mlp.up_proj.out_features, dim=1)
-        self.down.add_to(x, self.mlp.activate(hidden, *gate).contiguous())
+        hidden = self.up(self.mlp_norm(x))
+        parts = (hidden,) if self.mlp.gate_proj is None else hidden.chunk(2, dim=1)
+        self.down.add_to(x, self.mlp.activate(*parts))
 
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ from model.attention.flash import FlashAttention
 from model.cache import DecodingCache, LayerCache
 from model.gpt import GPT
 from model.norm import rms_normalise
-from model.position import rotate, rotations
+from model.position import rotations, turn
 
 _SLICES = 4  # of a matrix: no fewer than threads that memory can keep busy; a residual stream must divide by it
 
@@ -128,7 +128,7 @@ class _Layer:
         if self.has_qk_norm:
             qk = rms_normalise(qk)
         if turns is not None:
-            qk = rotate(qk, turns)
+            qk = turn(qk, turns)
         q, k = qk.split((self.n_head, v.shape[1]), dim=1)
         if self.is_flash:
             k, v = cache.append(k, v)

@@ -9,7 +9,7 @@ from model.attention.path import AttentionPath
 from model.cache import LayerCache
 from model.config import ModelConfig
 from model.norm import rms_normalise
-from model.position import rotate, rotations
+from model.position import rotate
 
 
 class MultiHeadAttention(nn.Module):
@@ -41,13 +41,10 @@ class MultiHeadAttention(nn.Module):
         q = self.split_heads(self.q_proj(x))  # (B, H, T, D)
         k = self.split_heads(self.k_proj(x))  # (B, G, T, D)
         v = self.split_heads(self.v_proj(x))
-        dtype, exact = q.dtype, torch.promote_types(q.dtype, torch.float32)
         if self.config.qk_norm:
-            q, k = rms_normalise(q.to(exact)), rms_normalise(k.to(exact))
+            q, k = rms_normalise(q), rms_normalise(k)
         if self.config.position == "rope":
-            turns = rotations(positions, self.config.head_dim, self.config.rope_base, exact)
-            q, k = rotate(q.to(exact), turns), rotate(k.to(exact), turns)
-        q, k = q.to(dtype), k.to(dtype)
+            q, k = (rotate(part, positions, self.config.rope_base) for part in (q, k))
         with torch.autocast(x.device.type, enabled=False):
             if cache is None:
                 out = self.path(q, k, v, rule=self.rule)

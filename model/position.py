@@ -12,18 +12,25 @@ def sinusoidal(positions: Tensor, n_embd: int) -> Tensor:
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :n_embd]
 
 
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotary position (Su et al. 2021): x (B, H, T, D) with each pair of channels (d, d + D/2) turned by the angle
+    position · base^(-2d/D), so that q·k depends on the distance of their positions only. Computed in at least float32.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return turn(x.to(dtype), rotations(positions, x.shape[-1], base, dtype)).to(x.dtype)
+
+
 def rotations(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(T,) positions -> what `rotate` multiplies with, (T, D) each: the cosines of the angles position · base^(-2d/D),
-    d < D/2, twice, and their sines, first negated."""
+    """(T,) positions -> what `turn` multiplies with, (T, D) each: the cosines of the angles of all pairs, twice, and
+    their sines, first negated."""
     half = head_dim // 2
     frequencies = base ** (-torch.arange(half, dtype=dtype, device=positions.device) / half)
     angles = positions[:, None].to(dtype) * frequencies  # (T, D / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    sin = angles.sin()
+    return angles.cos().repeat(1, 2), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position (Su et al. 2021): x (B, H, T, D) with each pair of channels (d, d + D/2) turned by its angle, so
-    that q·k depends on the distance of their positions only."""
+def turn(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """`rotate` with the angles at hand."""
     cos, sin = turns
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

@@ -16,11 +16,11 @@ check: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# About a quarter of an hour. ARGS="--source FILE" takes tiny Shakespeare from a file and not from the hub.
-bench: .venv/installed
-	$(BIN)/python benchmarks/attention.py
-	$(BIN)/python benchmarks/step_speed.py
-	$(BIN)/python benchmarks/time_to_loss.py $(ARGS)
+# One script of benchmarks/ by its name, or all of them, one after the other (half an hour):
+#   make bench BENCH=attention ARGS="-o attention.png"
+BENCH ?= attention step_speed time_to_loss sampling startup data probes
+bench: .venv/installed-test
+	for name in $(BENCH); do $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 
-def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), as a new process computes it. MemoryError when the system killed that process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tyro", "rich.progress"])  # slow to import; a new process has them
+def in_own_process(function: Callable[..., Any], *arguments: Any, bare: bool = False) -> Any:
+    """function(*arguments), as a new process computes it; `bare` is one that has loaded nothing but what it needs.
+    MemoryError when the system killed that process."""
+    context = multiprocessing.get_context("spawn" if bare else "forkserver")
+    if not bare:
+        context.set_forkserver_preload(["torch", "tyro", "rich.progress"])  # slow to import; a new process has them
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(function, *arguments).result()

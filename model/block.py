@@ -27,14 +27,16 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up_proj(x)
-        if self.gate_proj is not None:
-            hidden = F.silu(self.gate_proj(x)) * hidden
-        elif self.kind == "relu2":
-            hidden = _SquaredReLU.apply(hidden)
-        else:
-            hidden = F.gelu(hidden, approximate="none" if self.kind == "gelu_exact" else "tanh")
-        return self.down_proj(hidden)
+        gate = () if self.gate_proj is None else (self.gate_proj(x),)
+        return self.down_proj(self.activate(self.up_proj(x), *gate))
+
+    def activate(self, hidden: Tensor, *gate: Tensor) -> Tensor:
+        """The function between the matrices."""
+        if gate:
+            return F.silu(gate[0]) * hidden
+        if self.kind == "relu2":
+            return _SquaredReLU.apply(hidden)
+        return F.gelu(hidden, approximate="none" if self.kind == "gelu_exact" else "tanh")
 
 
 class _SquaredReLU(Function):

@@ -30,12 +30,12 @@ class LayerCache:
             for buffer, old in zip(grown, self._buffers, strict=False):
                 buffer[:, :, :start] = old[:, :, :start]
             self._buffers = grown
-        for buffer, new in zip(self._buffers, (k, v), strict=True):
-            buffer[:, :, start:end] = new
+        keys, values = self._buffers
+        keys.narrow(2, start, end - start).copy_(k)
+        values.narrow(2, start, end - start).copy_(v)
         self.n_seen += k.shape[2]
         self.n_kept = end
-        keys, values = (buffer[:, :, :end] for buffer in self._buffers)
-        return keys, values
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def keep(self, n_first: int, n_last: int) -> None:
         """Forgets all but the first n_first positions of the context and the latest n_last, and frees their memory."""

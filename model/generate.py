@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from model.config import SamplingConfig
+from model.decode import decoder_for
 from model.gpt import GPT
 
 
@@ -69,14 +70,16 @@ def generate(
     """
     if tokens.shape[1] == 0:
         raise ValueError("the prompt has no tokens; at least one is needed to continue from")
-    start, cache = -1, None
+    start, cache, decoder = -1, None, None
     for _ in range(max_new_tokens):
         new_start = context_start(tokens.shape[1], model.config.block_size)
         if cache is None or new_start != start:
             start, cache = new_start, model.new_cache() if use_cache else None
-            unseen = tokens[:, start:]
-        logits = model(unseen, cache=cache)[:, -1, :n_valid_tokens]  # (B, V)
-        next_token = draw(logits, sampling, generator)
+            logits = model(tokens[:, start:], cache=cache)[:, -1]  # (B, V)
+        elif decoder := decoder or decoder_for(model, len(tokens)):
+            logits = decoder(tokens[:, -1], cache)
+        else:
+            logits = model(tokens[:, -1:], cache=cache)[:, -1]
+        next_token = draw(logits[:, :n_valid_tokens], sampling, generator)
         yield next_token
-        unseen = next_token[:, None]
-        tokens = torch.cat((tokens, unseen), dim=1)
+        tokens = torch.cat((tokens, next_token[:, None]), dim=1)

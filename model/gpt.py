@@ -63,21 +63,23 @@ class GPT(nn.Module):
             )
         if positions is None:
             positions = torch.arange(n_before, n_before + tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens)  # (B, T, C)
+        x = self.dropout(self.embed(tokens, positions, cache))
+        for i, block in enumerate(self.blocks):
+            x = block(x, positions=positions, cache=None if cache is None else cache.layers[i])
+        if cache is not None:
+            cache.n_tokens += tokens.shape[1]
+        return self.logits(self.final_norm(x))
+
+    def embed(self, tokens: Tensor, positions: Tensor, cache: DecodingCache | None = None) -> Tensor:
+        """What enters the first block: (B, T) at positions (T,) -> (B, T, C)."""
+        x = self.token_embedding(tokens)
         if self.config.position == "learned":
             x = x + self.position_embedding(positions)
         elif self.config.position == "sinusoidal":
             x = x + sinusoidal(positions, self.config.n_embd).to(x.dtype)
         if self.config.previous_embedding:
             x = x + self.previous_embedding(self._tokens_before(tokens, cache))
-        if self.config.embedding_norm:
-            x = rms_normalise(x)
-        x = self.dropout(x)
-        for i, block in enumerate(self.blocks):
-            x = block(x, positions=positions, cache=None if cache is None else cache.layers[i])
-        if cache is not None:
-            cache.n_tokens += tokens.shape[1]
-        return self.logits(self.final_norm(x))
+        return rms_normalise(x) if self.config.embedding_norm else x
 
     def _tokens_before(self, tokens: Tensor, cache: DecodingCache | None) -> Tensor:
         """(B, T) -> (B, T): each position's predecessor; before the first of a context stands vocab_size."""
@@ -88,7 +90,10 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Unembeds normalised positions: (B, T, C) -> (B, T, V)."""
-        logits = self.lm_head(x)
+        return self.cap(self.lm_head(x))
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """In at least float32, and within the softcap."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap > 0 else logits

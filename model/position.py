@@ -17,9 +17,20 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     position · base^(-2d/D), so that q·k depends on the distance of their positions only. Computed in at least float32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    half = x.shape[-1] // 2
-    frequencies = base ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
+    return turn(x.to(dtype), rotations(positions, x.shape[-1], base, dtype)).to(x.dtype)
+
+
+def rotations(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(T,) positions -> what `turn` multiplies with, (T, D) each: the cosines of the angles of all pairs, twice, and
+    their sines, first negated."""
+    half = head_dim // 2
+    frequencies = base ** (-torch.arange(half, dtype=dtype, device=positions.device) / half)
     angles = positions[:, None].to(dtype) * frequencies  # (T, D / 2)
-    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)  # (T, D)
-    x_exact = x.to(dtype)
-    return (x_exact * cos + x_exact.roll(half, dims=-1) * sin).to(x.dtype)
+    sin = angles.sin()
+    return angles.cos().repeat(1, 2), torch.cat((-sin, sin), dim=-1)
+
+
+def turn(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """`rotate` with the angles at hand."""
+    cos, sin = turns
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

@@ -1,7 +1,7 @@
 """What `probe.py` can be asked: one class a sub-command, its fields are the flags. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 
@@ -229,22 +229,10 @@ class Timeline(OnModel):
     """Picture (*.png, *.svg) to write."""
 
 
-Command: Any = (
-    Capture
-    | Map
-    | Page
-    | Serve
-    | Check
-    | Ablate
-    | Knockout
-    | Patch
-    | Lens
-    | Heads
-    | Stats
-    | Rollout
-    | Compare
-    | Timeline
-)
+# Not with |: for such a union tyro loads a checker of types, which takes as long as all else that --help does.
+Command: Any = Union[  # noqa: UP007
+    Capture, Map, Page, Serve, Check, Ablate, Knockout, Patch, Lens, Heads, Stats, Rollout, Compare, Timeline
+]
 
 
 def check_map(command: Map) -> None:

@@ -86,4 +86,4 @@ def test_a_wrong_command_and_a_wrong_name_would_be_found(tmp_path):
     with pytest.raises(ValueError, match="n_head"):
         parse_arguments(next(commands(page))[1], "train.py")
     assert "rotate" in set(names(REPOSITORY / "model" / "position.py"))
-    assert "turn" not in set(names(REPOSITORY / "model" / "position.py"))
+    assert "turns" not in set(names(REPOSITORY / "model" / "position.py"))

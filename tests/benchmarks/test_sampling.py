@@ -1,0 +1,66 @@
+"""The benchmark of sampling at a tiny size: what it reports, and that it checks first."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.sampling import MODELS, main, read_rate, token_rate, wrong_tokens
+from model.decode import Matrix
+
+TINY = ("--models", "tiny", "--max-new-tokens", "12", "--runs", "1", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+    monkeypatch.setattr("benchmarks.sampling.in_own_process", lambda function, *arguments: function(*arguments))
+
+
+def test_it_reports_shares_and_ratios(capsys):
+    pytest.importorskip("transformers", reason="transformers (test extra) is not installed")
+    assert main([*TINY, "--batches", "1", "3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    rates = {(row["tool"], row["batch"]): row["tokens_per_second"] for row in report["rows"]}
+    assert set(rates) == {(tool, batch) for tool in ("transformers", "glassgpt") for batch in (1, 3)}
+    for row in report["rows"]:
+        rate = row["tokens_per_second"]
+        assert row["of_transformers"] == pytest.approx(rate / rates["transformers", row["batch"]])
+        assert row["of_batch_1"] == pytest.approx(rate / rates[row["tool"], 1])
+        assert (row["of_limit"] is None) == (row["batch"] > 1)
+    assert report["about"]["limits_tokens_per_second"]["tiny"] > 0
+
+
+def test_wrong_tokens_are_refused(monkeypatch, capsys):
+    assert wrong_tokens("tiny", 1) == wrong_tokens("tiny", 2) == 0
+    right = Matrix.__call__
+    monkeypatch.setattr(Matrix, "__call__", lambda self, x: right(self, x).flip(1))
+    assert main([*TINY]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "are wrong: nothing is reported" in err
+
+
+def test_rates():
+    """Gaps of 2, 1 and 4 seconds have the median 2: four sequences make two tokens a second."""
+    assert token_rate([0.0, 2.0, 3.0, 7.0], 4) == 2.0
+    assert 1e8 < read_rate(1 << 22, 32) < 1e13
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(["--models", "huge"], "choose from tiny, baby, gpt2"), (["--batches", "0"], "at least 1")],
+)
+def test_mistakes_are_one_line(wrong, message, capsys):
+    assert main(wrong) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_are_those_of_the_names():
+    from model import GPT, ModelConfig
+
+    counts = {}
+    for name in ("baby", "gpt2"):
+        with torch.device("meta"):
+            counts[name] = GPT(ModelConfig(**MODELS[name][0])).n_parameters()
+    assert counts["gpt2"] == 124_439_808  # Radford et al. 2019, as loaded by everyone
+    assert counts["baby"] - 256 * 384 == pytest.approx(10.65e6, rel=1e-3)

@@ -124,6 +124,7 @@ class Scatter {
   show({ content, chosen }) {
     Object.assign(this, { content, chosen });
     const names = [...content.score_names, ...(content.ablation ? ["ablation"] : [])];
+    this.svg.closest("section").hidden = names.length === 0; // as of a long record
     for (const [which, select] of this.selects.entries()) {
       const before = select.value;
       select.replaceChildren(...names.map((name) => new Option(name, name)));

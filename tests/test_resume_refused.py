@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     ("change", "reason"),
     [
         (lambda c: c["training"].pop("optimizer"), "KeyError: 'optimizer'"),
-        (lambda c: c["training"].update(optimizer=None), "AttributeError"),
+        (lambda c: c["training"].update(optimizer=None), "TypeError"),
         (lambda c: c["training"].update(loader={}), "KeyError: 'position'"),
         (lambda c: c["training"]["loader"].update(position=10**9), "outside the"),
         (lambda c: c["training"].update(rng=[{"cpu": torch.zeros(3)}]), "ByteTensor"),

@@ -115,7 +115,7 @@ def test_ablation_of_every_head_is_kept_for_the_page(run, tmp_path, capsys):
         (["page", "RECORD", "--text", "1", "-o", "FOLDER/a.html"], "is a record and has its text"),
         (["page", "RUN", "--text", "1", "-o", "FOLDER/folder.html"], "cannot write .*: Is a directory"),
         (["serve", "RUN", "--port", "70000"], "--port is 70000; it must be 0 to 65535"),
-        (["serve", "RUN", "--port", "TAKEN"], "cannot listen on .*choose another --port"),
+        (["serve", "RUN", "--port", "TAKEN"], "cannot listen on .*choose another --port or --host"),
         (["serve", "RUN", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["serve", "nowhere"], "no run directory nowhere"),
     ],

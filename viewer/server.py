@@ -71,7 +71,9 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise ValueError(f"cannot listen on {host}, port {port} ({error.strerror}); choose another --port or --host") from error
+        raise ValueError(
+            f"cannot listen on {host}, port {port} ({error.strerror}); choose another --port or --host"
+        ) from error
     return listener
 
 

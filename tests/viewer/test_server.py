@@ -270,7 +270,8 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(tmp_path):
     second = subprocess.run([*command, port], capture_output=True, text=True, env=os.environ)
     assert (second.returncode, second.stdout) == (2, "")
     assert re.fullmatch(
-        rf"probe\.py: cannot listen on 127\.0\.0\.1, port {port} \(.*\); choose another --port or --host\n", second.stderr
+        rf"probe\.py: cannot listen on 127\.0\.0\.1, port {port} \(.*\); choose another --port or --host\n",
+        second.stderr,
     )
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

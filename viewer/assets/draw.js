@@ -131,10 +131,11 @@ function drawAxes(context, map, area) {
     if (turn) context.transform(0, -1, 1, 0, 0, 0); // along the top everything is written upwards: (x, y) is at (y, -x)
     const edge = turn ? -plot.y + 7 : plot.x - 7; // where labels touch the plot
     context.textBaseline = "middle";
+    const room = Math.min(52, plot.x - 24); // beside the name of the axis
     const place = (text, away, position) => {
       context.textAlign = turn ? "left" : "right";
-      context.fillText(text, turn ? edge + away : edge - away, position, 52);
-      return Math.min(context.measureText(text).width, 52);
+      context.fillText(text, turn ? edge + away : edge - away, position, room);
+      return Math.min(context.measureText(text).width, room);
     };
     const step = zoom >= LABEL_ZOOM ? 1 : roundStep(46 / zoom);
     for (let index = Math.ceil(Math.max(axis.from - 0.4, 0) / step) * step; index < axis.to - 0.4; index += step) {

@@ -36,7 +36,7 @@ class MapView {
   /** The part of the canvas that holds cells. */
   get plot() {
     const { clientWidth, clientHeight } = this.canvas;
-    const gutter = clientWidth < 480 ? 58 : 84;
+    const gutter = clientWidth < 480 ? 68 : 84;
     return { x: gutter, y: gutter, width: clientWidth - gutter - 1, height: clientHeight - gutter - 1 };
   }
 

@@ -61,7 +61,7 @@ def run_serve(command: commands.Serve) -> int:
     try:
         from viewer.server import serve
     except ModuleNotFoundError as error:
-        raise ValueError(f"serve needs {error.name}; install it with: pip install 'glassgpt[serve]'") from error
+        raise ValueError(f"serve needs {error.name}; install it with: pip install -e '.[serve]'") from error
     return serve(_view(command), command.source, host=command.host, port=command.port, as_json=command.json)
 
 

@@ -252,7 +252,7 @@ def parse_arguments(argv: Sequence[str], prog: str) -> Config:
     config = _parse(argv[n_files:], config, prog=prog)
     # Not in LogConfig: a run made with wandb can be sampled on a machine without.
     if config.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
-        raise ValueError(f"log.wandb {config.log.wandb} needs wandb: pip install 'glassgpt[wandb]'")
+        raise ValueError(f"log.wandb {config.log.wandb} needs wandb: pip install -e '.[wandb]'")
     return config
 
 

@@ -150,7 +150,7 @@ def test_a_failing_wandb_does_not_stop_training(broken, tmp_path, monkeypatch, c
 def test_a_missing_wandb_is_refused_with_the_way_out_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(tiny_flags(tmp_path, wandb="offline")) == 2
-    assert capsys.readouterr().err == "train.py: log.wandb offline needs wandb: pip install 'glassgpt[wandb]'\n"
+    assert capsys.readouterr().err == "train.py: log.wandb offline needs wandb: pip install -e '.[wandb]'\n"
     assert not (tmp_path / "run").exists()
 
 

@@ -134,7 +134,8 @@ def from_json(text: str) -> RecordInfo:
         raise ValueError("no usable layers")
     if unknown := {layer.kind for layer in layers} - {"softmax", "linear"}:
         raise ValueError(f"a layer of kind {min(unknown)}; this program reads softmax and linear")
-    shown = [fields["dtype"], *(name for layer in layers for name in (layer.path, layer.kernel))]
+    shown = [fields["dtype"], fields["checkpoint_hash"]]
+    shown += [name for layer in layers for name in (layer.path, layer.kernel)]
     if type(fields["step"]) is not int or not all(isinstance(name, str) and name.isprintable() for name in shown):
         raise ValueError("a step or name that cannot be shown")  # it could steer the terminal
     token_bytes = tuple(bytes.fromhex(part) for part in fields.pop("token_bytes"))

@@ -232,7 +232,7 @@ class AttentionRecord:
             TypeError,
             ValueError,
             AttributeError,
-            RecursionError,
+            RuntimeError,  # of torch, for document ids that are no numbers; RecursionError and the like too
             OverflowError,
             SafetensorError,
         ) as error:

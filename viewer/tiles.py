@@ -48,6 +48,8 @@ def weights(record: AttentionRecord, layer: int, head: int, rows: slice, columns
     if not rule.allows_all(range(rows.start, rows.stop), range(columns.start, columns.stop)):
         i, j = torch.arange(rows.start, rows.stop), torch.arange(columns.start, columns.stop)
         block.masked_fill_(~allowed_pairs(rule, i, j), FORBIDDEN)
+    if block.max() > 1.01:
+        raise ValueError(f"layer {layer} head {head}: a weight above one; q, k, log-sum-exp and mask do not fit")
     return block
 
 

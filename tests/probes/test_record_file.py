@@ -91,6 +91,8 @@ def damaged(tmp_path, change):
         (lambda _t, m: m.update(step="\x1b[2J"), "a step or name that cannot be shown"),
         (lambda _t, m: m["layers"][0].update(kernel="\x1b]0;x\x07"), "a step or name that cannot be shown"),
         (lambda _t, m: m["layers"][1].update(path="\u202e"), "a step or name that cannot be shown"),
+        (lambda _t, m: m.update(checkpoint_hash=None), "a step or name that cannot be shown"),
+        (lambda _t, m: m["layers"][0]["rule"].update(documents=[None] * 9), "RuntimeError"),
         (lambda _t, m: m["layers"][0].update(scale="a"), "damaged"),
         (lambda _t, m: m["layers"][0].update(scale=10**400), "OverflowError"),
         (lambda _t, m: m["layers"][0].update(softcap=None), "TypeError"),

@@ -151,3 +151,10 @@ def test_kept_tiles_come_back_only_for_what_they_are_of(tmp_path):
     for damage in (b"", b"\0" * 100, b"not safetensors at all" * 10):
         path.write_bytes(damage)
         assert load_tiles(path, key) is None
+
+
+def test_a_weight_above_one_is_no_tile():
+    record = capture(tiny(), tokens(9))
+    record.tensor(1, "lse")[2, 4] = -9.0
+    with pytest.raises(ValueError, match="layer 1 head 2: a weight above one"):
+        tile(record, 1, 2, 0, 0, 0)

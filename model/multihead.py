@@ -9,7 +9,7 @@ from model.attention.path import AttentionPath
 from model.cache import LayerCache
 from model.config import ModelConfig
 from model.norm import rms_normalise
-from model.position import rotate
+from model.position import rotations, turn
 
 
 class MultiHeadAttention(nn.Module):
@@ -44,7 +44,7 @@ class MultiHeadAttention(nn.Module):
         k = self.split_heads(self.k_proj(x))  # (B, G, T, D)
         v = self.split_heads(self.v_proj(x))
         if self.config.qk_norm or self.config.position == "rope":
-            q, k = (self._place(part, positions) for part in (q, k))
+            q, k = self._place(q, k, positions)
         with torch.autocast(x.device.type, enabled=False):
             if cache is None:
                 out = self.path(q, k, v, rule=self.rule)
@@ -52,15 +52,17 @@ class MultiHeadAttention(nn.Module):
                 out = self.path.decode(q, k, v, rule=self.rule, cache=cache)
         return self.o_proj(self.join_heads(out))
 
-    def _place(self, x: Tensor, positions: Tensor) -> Tensor:
-        """QK-norm and RoPE, on one contiguous copy in at least float32: (B, H, T, D) -> (B, H, T, D)."""
-        exact = torch.promote_types(x.dtype, torch.float32)
-        placed = x.to(exact, memory_format=torch.contiguous_format)  # mixed layouts would take five times as long
+    def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """QK-norm and RoPE, on one contiguous copy of each in at least float32."""
+        dtype, exact = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        # Mixed layouts would take five times as long.
+        q, k = (part.to(exact, memory_format=torch.contiguous_format) for part in (q, k))
         if self.config.qk_norm:
-            placed = rms_normalise(placed)
+            q, k = rms_normalise(q), rms_normalise(k)
         if self.config.position == "rope":
-            placed = rotate(placed, positions, self.config.rope_base)
-        return placed.to(x.dtype)
+            turns = rotations(positions, self.config.head_dim, self.config.rope_base, exact)
+            q, k = turn(q, turns), turn(k, turns)
+        return q.to(dtype), k.to(dtype)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """(B, T, H·D) -> (B, H, T, D)"""

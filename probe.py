@@ -138,9 +138,11 @@ def run_records(command: commands.Stats | commands.Compare | commands.Timeline) 
     if isinstance(command, commands.Stats):
         return _print(command, None, stats(command, _open(command)))
     both = sides(command)
-    record = next((_open(side) for _, side in both if Path(side.source).is_file()), None)
-    tokens = None if record is None else list(record.info.token_ids)  # a run is compared on the record's own text
-    return _print(command, None, compare(command, [(name, _open(side, tokens)) for name, side in both]))
+    files = {side.source: _open(side) for _, side in both if Path(side.source).is_file()}
+    # A run is compared with a record on the record's own text.
+    tokens = next((list(record.info.token_ids) for record in files.values()), None)
+    opened = [(name, files.get(side.source) or _open(side, tokens)) for name, side in both]
+    return _print(command, None, compare(command, opened))
 
 
 def _print(command: commands.OnModel, run: "Run | None", table: "Table", keep: Path | None = None) -> int:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -27,10 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from probes.metadata import one_line
-from probes.record import AttentionRecord
+from probes.record import AttentionRecord, allowed_pairs
 from viewer.content import View
 from viewer.page import build_page
-from viewer.tiles import is_made_at_once, kept_tile, last_level, n_cells, tile, weights
+from viewer.tiles import FORBIDDEN, is_made_at_once, kept_tile, last_level, n_cells, tile, weights
 from viewer.worker import Head, Making, Worker
 
 _HEADERS = {
@@ -133,12 +134,9 @@ class Service:
     async def row(self, request: Request) -> Response:
         record, (_, layer, head) = self._head(request)
         i = _number(request.path_params, "row", range(self.n_tokens))
-
-        def row() -> Tensor:
-            record.row(layer, head, i)  # refuses one that does not sum to one
-            return weights(record, layer, head, slice(i, i + 1), slice(0, self.n_tokens))
-
-        return _values(await self._compute(row))
+        may_see = allowed_pairs(record.layer_info(layer).rule, torch.tensor([i]), torch.arange(self.n_tokens))[0]
+        row = await self._compute(lambda: record.row(layer, head, i))
+        return _values(row.masked_fill(~may_see, FORBIDDEN))
 
     async def column(self, request: Request) -> Response:
         record, (_, layer, head) = self._head(request)

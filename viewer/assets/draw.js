@@ -60,6 +60,30 @@ function paint(values, rows, columns, palette, log, hideFirst = false) {
   return canvas;
 }
 
+/** A view on a canvas: `show` changes what it says, and it is drawn anew before the next frame. */
+class CanvasView {
+  /** on: {hover(cell or null), pick(cell), moved(), failed(error)}. */
+  constructor(canvas, source, on) {
+    Object.assign(this, { canvas, source, on, n: source.n });
+    this.head = null; // {step, layer, head}
+    this.focus = null; // {row, column}
+    this.log = this.hideFirst = false;
+    new ResizeObserver(() => this.draw()).observe(canvas);
+  }
+
+  show(changes) {
+    Object.assign(this, changes);
+    this.draw();
+  }
+
+  draw() {
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      if (this.head && this.canvas.clientWidth) this.drawNow();
+    });
+  }
+}
+
 /** Fits a canvas to its box and the screen's pixels; returns its context in CSS pixels, and the box's size. */
 function prepare(canvas) {
   const ratio = window.devicePixelRatio || 1;
@@ -123,8 +147,8 @@ function drawBorders(context, map, area) {
 function drawAxes(context, map, area) {
   const { plot, zoom, palette } = map;
   const axes = [
-    { size: plot.height, from: area.y0, to: area.y1, at: (i) => map.screenY(i), focus: map.focus?.row, name: "query ↓" },
-    { size: plot.width, from: area.x0, to: area.x1, at: (j) => map.screenX(j), focus: map.focus?.column, name: "key →" },
+    { from: area.y0, to: area.y1, at: (i) => map.screenY(i), focus: map.focus?.row },
+    { from: area.x0, to: area.x1, at: (j) => map.screenX(j), focus: map.focus?.column },
   ];
   for (const [turn, axis] of axes.entries()) {
     context.save();

@@ -4,13 +4,11 @@
 const LINE_ROW = 20; // pixels between two tokens
 const FAINTEST = 0.03; // lines below this share of the scale are left out
 
-class LinesView {
-  /** on: as for MapView. */
+class LinesView extends CanvasView {
   constructor(canvas, source, on) {
-    Object.assign(this, { canvas, source, on, n: source.n, head: null, focus: null, log: false, hideFirst: false });
+    super(canvas, source, on);
     this.top = 0; // the first token shown
     this.labels = source.first.tokens.labels.map((label) => shorten(label, 14));
-    new ResizeObserver(() => this.draw()).observe(canvas);
     canvas.addEventListener("wheel", (event) => {
       const before = this.top;
       this.scrollTo(this.top + Math.sign(event.deltaY) * Math.max(1, Math.round(Math.abs(event.deltaY) / 30)));
@@ -21,18 +19,6 @@ class LinesView {
     canvas.addEventListener("click", (event) => {
       const cell = this.cellAt(event.offsetX, event.offsetY);
       if (cell) this.on.pick(cell);
-    });
-  }
-
-  show(changes) {
-    Object.assign(this, changes);
-    this.draw();
-  }
-
-  draw() {
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
-      if (this.head && this.canvas.clientWidth) this.drawNow();
     });
   }
 

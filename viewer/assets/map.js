@@ -6,31 +6,17 @@ const MAX_ZOOM = 64; // pixels of a cell
 const LABEL_ZOOM = 11; // from here on every token is named
 const VALUE_ZOOM = 34; // from here on every weight is printed
 
-class MapView {
-  /** on: {hover(cell or null), pick(cell), moved()}. A cell is {row, column, span, value, x, y}. */
+class MapView extends CanvasView {
+  /** A cell, as `on` gets it, is {row, column, span, value, x, y}. */
   constructor(canvas, minimap, source, on) {
-    Object.assign(this, { canvas, minimap, source, on, n: source.n });
-    this.head = null; // {step, layer, head}
-    this.focus = null; // {row, column}
-    this.log = this.hideFirst = this.isLocked = false;
+    super(canvas, source, on);
+    this.minimap = minimap;
+    this.isLocked = false;
     this.hits = new Set(); // tokens that a search found
     this.view = { x: 0, y: 0, zoom: 0 }; // the first key and query in the plot; zoom 0: fits
     this.painted = new WeakMap();
     this.labels = source.first.tokens.labels.map((label) => shorten(label, 9));
-    new ResizeObserver(() => this.draw()).observe(canvas);
     this.listen();
-  }
-
-  show(changes) {
-    Object.assign(this, changes);
-    this.draw();
-  }
-
-  draw() {
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
-      if (this.head && this.canvas.clientWidth) this.drawNow();
-    });
   }
 
   /** The part of the canvas that holds cells. */

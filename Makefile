@@ -16,7 +16,7 @@ check: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One script of benchmarks/ by its name, or all of them, one after the other (half an hour):
+# One script of benchmarks/ by its name, or all of them, one after the other; some fetch their data from the network:
 #   make bench BENCH=attention ARGS="-o attention.png"
 BENCH ?= attention step_speed time_to_loss sampling startup data probes
 bench: .venv/installed-test

@@ -49,6 +49,8 @@ class Arguments:
     """The parameters of the lowest validation loss, or the newest."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Of matrix products. auto: as a run of its own would choose. bfloat16 is up to twice as quick, and rounds."""
 
     def __post_init__(self) -> None:
         if self.prompt and self.prompt_file:
@@ -71,10 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = read_prompt(arguments)
 
     from training.checkpoint import load_run
-    from training.runtime import choose_device
+    from training.runtime import Runtime, choose_device, choose_dtype
     from training.text import TextStream, generate_text, start_tokens
 
-    run = load_run(arguments.run, arguments.checkpoint, str(choose_device(arguments.device)))
+    device = choose_device(arguments.device)
+    runtime = Runtime(device, choose_dtype(arguments.dtype, device))
+    run = load_run(arguments.run, arguments.checkpoint, str(device))
     prompt_tokens = run.tokenizer.encode(prompt, unknown=arguments.unknown) or start_tokens(run.tokenizer)
     steps = generate_text(
         run.model,
@@ -92,9 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_streamed:
         print(shown(prompt), end="", flush=True)
     streams: list[TextStream] = []
-    for streams, released in steps:  # noqa: B007
-        if is_streamed:
-            print(shown(released[0]), end="", flush=True)
+    with runtime.autocast():
+        for streams, released in steps:  # noqa: B007
+            if is_streamed:
+                print(shown(released[0]), end="", flush=True)
     if arguments.json:
         samples = [{"text": s.text, "tokens": s.tokens, "finish": s.finish} for s in streams]
         about = {"run": arguments.run, "checkpoint": run.checkpoint_path.name, "step": run.step}

@@ -11,12 +11,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
+from tqdm import tqdm
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY)]  # a script finds its own folder there, not the repository
+from data.tokenizer import n_cores  # noqa: E402
 from probes.table import Table, print_table  # noqa: E402
 from training.cli import exit_on_user_error, parse  # noqa: E402
 
@@ -60,14 +66,15 @@ class Benchmark:
     """Ingredients are taken from the preset, put into the plain recipe, or both."""
     only: tuple[str, ...] = ()
     """Ingredients to look at; none given means all."""
-    threads: int = 1
-    """Threads of a run. One is what other work on the machine disturbs least."""
+    jobs: int = n_cores()
+    """Runs at once, of one thread each, which is what other work on the machine disturbs least."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
-def result_of(options: Benchmark, flags: Sequence[str], seed: int) -> tuple[float, float]:
-    """The final validation loss of one run, and its milliseconds a step. ValueError with its message when it fails."""
+def result_of(options: Benchmark, run: tuple[Sequence[str], int]) -> tuple[float, float]:
+    """(flags, seed) -> the final validation loss, and the milliseconds a step. ValueError when the run fails."""
+    flags, seed = run
     with tempfile.TemporaryDirectory() as folder:
         steps = [f"--train.max_steps={options.steps}"] if options.steps else []
         fixed = [f"--run.dir={folder}/run", f"--run.seed={seed}", f"--data.source={options.source}"]
@@ -76,9 +83,10 @@ def result_of(options: Benchmark, flags: Sequence[str], seed: int) -> tuple[floa
             "--log.sample_tokens=0",
             "--probe.max_tokens=0",
             "--train.eval_interval=100000",
+            "--train.eval_tokens=0",  # the whole split
         ]
         command = [sys.executable, "train.py", options.preset, *fixed, *steps, *flags]
-        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{' '.join(flags)} failed: {done.stderr.strip()}")
@@ -107,16 +115,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(Benchmark, arguments, "ablation.py")
     if unknown := sorted(set(options.only) - set(INGREDIENTS)):
         raise ValueError(f"--only names {unknown[0]!r}; choose from: {', '.join(INGREDIENTS)}")
-    if not options.seeds:
-        raise ValueError("--seeds names none")
-    rows, means = [], {}
-    for (start, change), flags in variants(options).items():
-        losses, times = zip(*(result_of(options, flags, seed) for seed in options.seeds), strict=True)
+    if not options.seeds or options.jobs < 1:
+        raise ValueError(f"got {len(options.seeds)} --seeds and --jobs {options.jobs}; at least one of each is needed")
+    found = variants(options)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = list(product(found.values(), options.seeds))
+        results = list(tqdm(pool.map(partial(result_of, options), runs), total=len(runs), unit="run"))
+    rows, means, n_seeds = [], {}, len(options.seeds)
+    for i, (start, change) in enumerate(found):
+        losses, times = zip(*results[i * n_seeds : (i + 1) * n_seeds], strict=True)
         mean, deviation = statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
         means[start, change] = mean
         rows.append((start, change, mean, deviation, mean - means[start, ""], statistics.median(times)))
-        print(f"{start} {change}: {mean:.4f}", file=sys.stderr)
-    about = {"seeds": list(options.seeds), "steps": options.steps or "the preset's"}
+    about = {"seeds": list(options.seeds), "steps": options.steps or "the preset's", "jobs": options.jobs}
     columns = ("start", "change", "loss", "deviation", "difference", "step_milliseconds")
     print_table(Table("validation loss, each ingredient alone", columns, rows, about), as_json=options.json)
     return 0

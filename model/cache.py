@@ -18,30 +18,33 @@ class LayerCache:
         self.n_kept = 0
         self.n_first = 0  # of the kept positions, so many are the first of all; the others are the latest
         self.state: Any = None
-        self._buffers: list[Tensor] = []  # keys and values
+        self._buffer: Tensor | None = None  # (B, 2·G, S, D): keys, then values
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds T new positions, (B, G, T, D); returns all that is kept, (B, G, S, D)."""
-        start, end = self.n_kept, self.n_kept + k.shape[2]
+        """Adds T new positions, (B, G, T, D); returns all that is kept, (B, G, S, D), in the number type of the new."""
+        return self.extend(torch.cat((k, v), dim=1))
+
+    def extend(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """`append` of keys and values that lie one after the other, (B, 2·G, T, D)."""
+        start, end, buffer = self.n_kept, self.n_kept + kv.shape[2], self._buffer
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
-        if not self._buffers or end > self._buffers[0].shape[2]:
+        if buffer is None or end > buffer.shape[2] or kv.dtype != buffer.dtype:
             size = min(self.capacity, max(end, 2 * start))
-            grown = [new.new_empty(*new.shape[:2], size, new.shape[3]) for new in (k, v)]
-            for buffer, old in zip(grown, self._buffers, strict=False):
-                buffer[:, :, :start] = old[:, :, :start]
-            self._buffers = grown
-        keys, values = self._buffers
-        keys.narrow(2, start, end - start).copy_(k)
-        values.narrow(2, start, end - start).copy_(v)
-        self.n_seen += k.shape[2]
+            grown = kv.new_empty(*kv.shape[:2], size, kv.shape[3])
+            if buffer is not None:
+                grown[:, :, :start] = buffer[:, :, :start]
+            buffer = self._buffer = grown
+        buffer[:, :, start:end] = kv
+        self.n_seen += kv.shape[2]
         self.n_kept = end
-        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+        keys, values = buffer[:, :, :end].chunk(2, dim=1)
+        return keys, values
 
     def keep(self, n_first: int, n_last: int) -> None:
         """Forgets all but the first n_first positions of the context and the latest n_last, and frees their memory."""
-        if self.n_kept > n_first + n_last:
+        if self._buffer is not None and self.n_kept > n_first + n_last:
             latest = slice(self.n_kept - n_last, self.n_kept)
-            self._buffers = [torch.cat((old[:, :, :n_first], old[:, :, latest]), dim=2) for old in self._buffers]
+            self._buffer = torch.cat((self._buffer[:, :, :n_first], self._buffer[:, :, latest]), dim=2)
             self.n_first, self.n_kept = n_first, n_first + n_last
 
     def positions(self, device: torch.device) -> Tensor:

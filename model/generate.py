@@ -73,13 +73,14 @@ def generate(
     start, cache, decoder = -1, None, None
     for _ in range(max_new_tokens):
         new_start = context_start(tokens.shape[1], model.config.block_size)
-        if cache is None or new_start != start:
-            start, cache = new_start, model.new_cache() if use_cache else None
-            logits = model(tokens[:, start:], cache=cache)[:, -1]  # (B, V)
-        elif decoder := decoder or decoder_for(model, len(tokens)):
-            logits = decoder(tokens[:, -1], cache)
-        else:
-            logits = model(tokens[:, -1:], cache=cache)[:, -1]
+        with torch.inference_mode():
+            if cache is None or new_start != start:
+                start, cache = new_start, model.new_cache() if use_cache else None
+                logits = model(tokens[:, start:], cache=cache)[:, -1]  # (B, V)
+            elif decoder := decoder or decoder_for(model, len(tokens)):
+                logits = decoder(tokens[:, -1], cache)
+            else:
+                logits = model(tokens[:, -1:], cache=cache)[:, -1]
         next_token = draw(logits[:, :n_valid_tokens], sampling, generator)
         yield next_token
         tokens = torch.cat((tokens, next_token[:, None]), dim=1)

@@ -70,6 +70,20 @@ def test_greedy_is_the_argmax_of_each_step(run, sample, sample_json):
     assert len(set(made["tokens"])) > 2  # not one character over and over, which an error might give too
 
 
+@pytest.mark.parametrize("cache", ["--cache", "--no-cache"])
+def test_bfloat16_draws_what_the_rounded_model_does(cache, run, sample_json):
+    """Token by token, the highest logit under autocast, or one that lies below it by no more than its rounding."""
+    loaded = load_run(run)
+    flags = ("--prompt", PROMPT, "--max-new-tokens", 9, "--temperature", 0, "--dtype", "bfloat16", cache)
+    made = sample_json(run, *flags)["samples"][0]["tokens"]
+    tokens = torch.tensor([loaded.tokenizer.encode(PROMPT) + made])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = loaded.model(tokens[:, :-1])[0, -9:, :18]
+    drawn = logits[range(9), made]
+    assert (logits.amax(-1) - drawn).max() < 2**-6 * logits.abs().max()
+    assert len(set(made)) > 2
+
+
 def test_json_holds_all_there_is_to_know(run, sample):
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--n-samples", 2)
     out = sample(run, *flags, "--json")
@@ -251,6 +265,8 @@ def test_rows_that_pad_the_vocabulary_are_never_sampled(flags, tmp_path, sample_
         (["--unknown", "ignore"], "'error', 'skip'"),
         (["--checkpoint", "first"], "'best', 'last'"),
         (["--device", "foo"], "device foo is not on this machine"),
+        (["--dtype", "float64"], "'float32', 'bfloat16', 'float16'"),
+        (["--dtype", "float16", "--device", "cpu"], "dtype float16 is for cuda; on cpu choose bfloat16 or float32"),
         (["--device", "meta"], "device meta is not on this machine"),
         (["--max-new-token", "3"], "perhaps you meant --max-new-tokens"),
         (["--top-k", "1.5"], "1.5"),

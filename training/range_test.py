@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ _SMOOTHING = 0.8
 
 def range_test(config: Config, state: TrainState, run_steps: Callable[..., None]) -> None:
     """Runs config.train.find_lr steps, from LOW to HIGH times the configured rates; prints a table and a suggestion and
-    draws find_lr.png into the run directory, where it saves no checkpoint. Stops when the loss has doubled."""
+    leaves find_lr.png and .json in the run directory, but no checkpoint. Stops when the loss has doubled."""
     n_steps, rows = config.train.find_lr, list[tuple[float, float, float]]()
     test = dataclasses.replace(
         config,
@@ -77,4 +78,7 @@ def report(config: Config, rows: list[tuple[float, float, float]]) -> None:
     path = Path(config.run.dir) / "find_lr.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-    print(f"picture: {path}")
+    names = ("learning_rate", "loss", "smoothed")
+    table = {"suggestion": best, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(table))
+    print(f"picture and table: {path}, {path.with_suffix('.json')}")

@@ -152,7 +152,7 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto: bfloat16 where the device has instructions for it, else float16 on CUDA and float32 elsewhere."""
     if name == "float16" and device.type != "cuda":
-        raise ValueError(f"run.dtype float16 is for cuda; on {device.type} choose bfloat16 or float32")
+        raise ValueError(f"dtype float16 is for cuda; on {device.type} choose bfloat16 or float32")
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cuda":

@@ -1,11 +1,12 @@
 """The benchmark of sampling at a tiny size: what it reports, and that it checks first."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
 
-from benchmarks.sampling import MODELS, main, read_rate, token_rate, wrong_tokens
+from benchmarks.sampling import MODELS, main, read_rate, shortfall, token_rate
 from model.decode import Matrix
 
 TINY = ("--models", "tiny", "--max-new-tokens", "12", "--runs", "1", "--threads", "1")
@@ -20,24 +21,31 @@ def test_it_reports_shares_and_ratios(capsys):
     pytest.importorskip("transformers", reason="transformers (test extra) is not installed")
     assert main([*TINY, "--batches", "1", "3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    rates = {(row["tool"], row["batch"]): row["tokens_per_second"] for row in report["rows"]}
-    assert set(rates) == {(tool, batch) for tool in ("transformers", "glassgpt") for batch in (1, 3)}
+    rates = {(row["tool"], row["dtype"], row["batch"]): row["tokens_per_second"] for row in report["rows"]}
+    dtypes = ("float32", "bfloat16")
+    assert set(rates) == set(product(("transformers", "glassgpt"), dtypes, (1, 3)))
     for row in report["rows"]:
-        rate = row["tokens_per_second"]
-        assert row["of_transformers"] == pytest.approx(rate / rates["transformers", row["batch"]])
-        assert row["of_batch_1"] == pytest.approx(rate / rates[row["tool"], 1])
-        assert (row["of_limit"] is None) == (row["batch"] > 1)
-    assert report["about"]["limits_tokens_per_second"]["tiny"] > 0
+        rate, batch = row["tokens_per_second"], row["batch"]
+        quickest = max(rates["transformers", dtype, batch] for dtype in dtypes)
+        assert row["of_transformers"] == pytest.approx(rate / quickest)
+        assert row["of_batch_1"] == pytest.approx(rate / rates[row["tool"], row["dtype"], 1])
+        assert (row["of_limit"] is None) == (batch > 1)
+    assert set(report["about"]["limits_tokens_per_second"]["tiny"]) == set(dtypes)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_right_tokens_have_the_highest_logits(batch):
+    assert shortfall("tiny", batch, "float32") < 1e-4
+    assert shortfall("tiny", batch, "bfloat16") < 0.1
 
 
 def test_wrong_tokens_are_refused(monkeypatch, capsys):
-    assert wrong_tokens("tiny", 1) == wrong_tokens("tiny", 2) == 0
     right = Matrix.__call__
     monkeypatch.setattr(Matrix, "__call__", lambda self, x: right(self, x).flip(1))
     assert main([*TINY]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "are wrong: nothing is reported" in err
+    assert "below the best (at most 0.001): nothing is reported" in err
 
 
 def test_rates():

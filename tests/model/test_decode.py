@@ -67,20 +67,43 @@ def test_logits_are_those_of_the_model(options, n_rows):
     assert cache.n_tokens == 23
 
 
+@pytest.mark.parametrize("n_rows", [1, 3])
+@pytest.mark.parametrize("options", list(every_option()), ids=str)
+@torch.no_grad()
+def test_bfloat16_is_as_far_from_float64_as_autocast_is(options, n_rows):
+    """The same roundings: the error is that of the model under autocast, give or take, and not of another kind."""
+    model = model_of(**adapted(options))
+    tokens, cache = torch.randint(SIZES["vocab_size"], (n_rows, 23)), model.new_cache()
+    with torch.autocast("cpu", torch.bfloat16):
+        decoder = decoder_for(model, n_rows)
+        rounded = model(tokens)[:, 5:]
+        model(tokens[:, :5], cache=cache)
+        if decoder is None:
+            assert model.config.norm_placement == "post"
+            return
+        got = torch.stack([decoder(tokens[:, i], cache) for i in range(5, 23)], dim=1)
+    exact = model.double()(tokens)[:, 5:]
+    errors = [(logits.double() - exact).square().mean().sqrt() for logits in (got, rounded)]
+    assert 1e-4 < errors[0] < 1.5 * errors[1]
+
+
 @pytest.mark.parametrize("n_rows", [1, 2, 17])
 @pytest.mark.parametrize("n_out", [3, 4, 66])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @torch.no_grad()
-def test_a_matrix_is_its_linear_layers(n_rows, n_out, bias):
+def test_a_matrix_is_its_linear_layers(n_rows, n_out, bias, dtype, tolerance):
     layers = [nn.Linear(10, n_out, bias=bias), nn.Linear(10, 7, bias=bias)]
-    x = torch.randn(n_rows, 10)
+    x, close = torch.randn(n_rows, 10), {"atol": tolerance, "rtol": tolerance}
     wanted = torch.cat([layer.double()(x.double()) for layer in layers], dim=1).float()
-    torch.testing.assert_close(Matrix(n_rows, *(layer.float() for layer in layers))(x), wanted)
+    got = Matrix(n_rows, dtype, *(layer.float() for layer in layers))(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), wanted, **close)
     square = nn.Linear(8, 8, bias=bias)
     total, y = torch.randn(n_rows, 8), torch.randn(n_rows, 8)
     wanted = total + F.linear(y, square.weight, square.bias)
-    Matrix(n_rows, square).add_to(total, y)
-    torch.testing.assert_close(total, wanted)
+    Matrix(n_rows, dtype, square).add_to(total, y)
+    torch.testing.assert_close(total, wanted, **close)
 
 
 def test_it_steps_aside():
@@ -91,7 +114,7 @@ def test_it_steps_aside():
     assert decoder_for(model, 1) is None
     hook.remove()
     assert decoder_for(model, 1) is not None
-    with torch.autocast("cpu"):
+    with torch.autocast("cpu", torch.float16):
         assert decoder_for(model, 1) is None
     assert decoder_for(model.train(), 1) is None
     assert decoder_for(model.eval().double(), 1) is None

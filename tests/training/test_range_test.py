@@ -1,5 +1,6 @@
 """The range test: what it suggests, and that it leaves a run as it was."""
 
+import json
 import re
 
 import pytest
@@ -18,7 +19,7 @@ def test_the_suggestion_is_a_third_of_the_rate_of_the_lowest_loss():
 def test_it_draws_and_suggests_and_keeps_nothing(name, tmp_path, capsys):
     assert main(tiny_flags(tmp_path, find_lr=30, name=name)) == 0
     out = capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["find_lr.png"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"find_lr.png", "find_lr.json"}
     with Image.open(tmp_path / "run" / "find_lr.png") as picture:
         assert picture.size == (1050, 600)
     rates = [float(rate) for rate in re.findall(r"^ *(\d\.\d\de[+-]\d\d) ", out, re.MULTILINE)]
@@ -28,12 +29,19 @@ def test_it_draws_and_suggests_and_keeps_nothing(name, tmp_path, capsys):
     (suggested,) = re.findall(r"suggestion: --optimizer.learning_rate (\S+)", out)
     assert LOW * 1e-2 / 3 < float(suggested) <= HIGH * 1e-2 / 3
     assert ("--optimizer.muon_learning_rate" in out) is (name == "muon")
+    table = json.loads((tmp_path / "run" / "find_lr.json").read_text())
+    assert table["suggestion"] == pytest.approx(float(suggested), rel=0.1)
+    lowest = min(table["rows"], key=lambda row: row["smoothed"])
+    assert table["suggestion"] == pytest.approx(lowest["learning_rate"] / 3)
+    assert table["rows"][1]["smoothed"] == pytest.approx(
+        0.8 * table["rows"][0]["loss"] + 0.2 * table["rows"][1]["loss"]
+    )
 
 
 def test_an_earlier_run_is_untouched_and_goes_on(tmp_path):
     train(tiny_config(tmp_path, stop_at=5))
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     assert train(tiny_config(tmp_path, find_lr=5)).stop_signal == 0
-    after = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.name != "find_lr.png"}
+    after = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.stem != "find_lr"}
     assert after == before
     assert train(tiny_config(tmp_path)).step == 20

@@ -67,7 +67,7 @@ def test_decoding_remembers_a_state_of_fixed_size():
         path.decode(*(x[:, :, start:stop] for x in (q, k, v)), rule=MaskRule(), cache=cache)
         assert [tuple(part.shape) for part in cache.state] == [(2, 2, 6, 6), (2, 2, 6)]
         assert [part.untyped_storage().nbytes() for part in cache.state] == [2 * 2 * 6 * 6 * 4, 2 * 2 * 6 * 4]
-        assert (cache.n_kept, cache._buffers) == (0, [])
+        assert (cache.n_kept, cache._buffer) == (0, None)
 
 
 def test_the_model_hands_on_the_feature_map():

@@ -47,7 +47,7 @@ INGREDIENTS = {
     ),
     "logit softcap 15": ("--model.logit_softcap=15", "--model.logit_softcap=0"),
 }
-NOT_IN_PRESET = {"logit softcap 15"}
+NOT_IN_PRESET = {"zero outputs", "RMSNorm", "betas 0.8, 0.95", "logit softcap 15"}
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,11 @@ def test_bfloat16_is_as_far_from_float64_as_autocast_is(options, n_rows):
 @pytest.mark.parametrize("n_out", [3, 4, 66])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("has_onednn", [True, False])
 @torch.no_grad()
-def test_a_matrix_is_its_linear_layers(n_rows, n_out, bias, dtype, tolerance):
+def test_a_matrix_is_its_linear_layers(n_rows, n_out, bias, dtype, tolerance, has_onednn, monkeypatch):
+    if not has_onednn:  # or none that knows the number type
+        monkeypatch.setattr("model.decode._can_pack", lambda _: False)
     layers = [nn.Linear(10, n_out, bias=bias), nn.Linear(10, 7, bias=bias)]
     x, close = torch.randn(n_rows, 10), {"atol": tolerance, "rtol": tolerance}
     wanted = torch.cat([layer.double()(x.double()) for layer in layers], dim=1).float()

@@ -19,7 +19,6 @@ from model.norm import rms_normalise
 from model.position import rotations, turn
 
 _SLICES = 4  # of a matrix: no fewer than threads that memory can keep busy; a residual stream must divide by it
-_MOVED = 1 << 25  # weights of a model of which one more copy is made
 
 
 def decoder_for(model: GPT, n_rows: int) -> "Decoder | None":
@@ -52,7 +51,7 @@ class Matrix:
         weights: list[Tensor] = [layer.weight for layer in layers]
         weight = (weights[0] if len(layers) == 1 else torch.cat(weights)).to(dtype)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.dtype, self.n_out = dtype, len(weight)
+        self.dtype = dtype
         self.bias = torch.cat(biases).to(dtype) if biases else None
         self.packed: Tensor | None = None
         self.slices: Tensor | None = None
@@ -60,13 +59,10 @@ class Matrix:
         if n_rows > 1 and _can_pack(dtype):
             self.packed, self.rest = torch.ops.mkldnn._reorder_linear_weight(weight, n_rows), None
         elif n_rows == 1 and dtype == torch.float32:
-            self.slice(weight)
-
-    def slice(self, weight: Tensor) -> None:
-        n_in, n_sliced = weight.shape[1], self.n_out // _SLICES * _SLICES
-        self.slices = weight[:n_sliced].view(_SLICES, -1, n_in)
-        self.rest = weight[n_sliced:] if n_sliced < self.n_out else None
-        self.column = (_SLICES, n_in, 1), (0, 1, n_in)  # shape and strides of the row, the same for each slice
+            n_out, n_in, n_sliced = *weight.shape, len(weight) // _SLICES * _SLICES
+            self.slices = weight[:n_sliced].view(_SLICES, -1, n_in)
+            self.rest = weight[n_sliced:] if n_sliced < n_out else None
+            self.column = (_SLICES, n_in, 1), (0, 1, n_in)  # shape and strides of the row, the same for each slice
 
     def __call__(self, x: Tensor) -> Tensor:
         """(R, I) -> (R, O) in `dtype`."""
@@ -103,18 +99,6 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return torch.backends.mkldnn.is_available() and has_type
 
 
-def _move_together(matrices: list[Matrix]) -> None:
-    """The slices in one block of memory, in the order in which they are read: a fifth quicker where matrices are
-    small, nothing where they are large, which therefore are not copied."""
-    sliced = [matrix for matrix in matrices if matrix.slices is not None and matrix.rest is None]
-    weights = [matrix.slices.flatten(0, 1) for matrix in sliced if matrix.slices is not None]
-    if (n_weights := sum(weight.numel() for weight in weights)) > _MOVED:
-        return
-    block = torch.empty(n_weights).split([weight.numel() for weight in weights])
-    for matrix, weight, place in zip(sliced, weights, block, strict=True):
-        matrix.slice(place.view_as(weight).copy_(weight))
-
-
 class Decoder:
     """Continues n_rows contexts by a token each. Holds the weights as they are when it is made.
 
@@ -127,7 +111,6 @@ class Decoder:
         self.model, self.n_rows, self.dtype = model, n_rows, dtype
         self.layers = [_Layer(block, n_rows, dtype) for block in model.blocks]
         self.norm, self.head = _norm(model.final_norm), Matrix(n_rows, dtype, model.lm_head)
-        _move_together([matrix for layer in self.layers for matrix in layer.matrices])
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
@@ -161,7 +144,6 @@ class _Layer:
         config, self.path, self.rule = attn.config, attn.path, attn.rule
         self.attn_norm, self.o = _norm(block.attn_norm), Matrix(n_rows, dtype, attn.o_proj)
         self.qkv = Matrix(n_rows, dtype, attn.q_proj, attn.k_proj, attn.v_proj)
-        self.matrices = [self.qkv, self.o]  # in the order in which they are read
         # Queries, keys and values of the token at hand, and views of them: making a view costs as much as a small sum.
         n_q, n_kv, self.has_qk_norm = config.n_head, config.kv_heads, config.qk_norm
         self.projected = torch.empty(n_rows, (n_q + 2 * n_kv) * config.head_dim)
@@ -174,7 +156,6 @@ class _Layer:
             self.mlp_norm, self.down = _norm(block.mlp_norm), Matrix(n_rows, dtype, block.mlp.down_proj)
             gates = [block.mlp.gate_proj] if block.mlp.gate_proj is not None else []
             self.up = Matrix(n_rows, dtype, block.mlp.up_proj, *gates)
-            self.matrices += [self.up, self.down]
 
     def attend(self, x: Tensor, turns: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:
         self.qkv.write(self.attn_norm(x), self.projected)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY)]  # a script finds its own folder there, not the repository
+from benchmarks.time_to_loss import found  # noqa: E402
 from data.tokenizer import n_cores  # noqa: E402
 from probes.table import Table, print_table  # noqa: E402
 from training.cli import exit_on_user_error, parse  # noqa: E402
@@ -85,11 +86,11 @@ def result_of(options: Benchmark, run: tuple[Sequence[str], int]) -> tuple[float
             "--train.eval_interval=100000",
             "--train.eval_tokens=0",  # the whole split
         ]
-        command = [sys.executable, "train.py", options.preset, *fixed, *steps, *flags]
+        command = [sys.executable, str(REPOSITORY / "train.py"), found(options.preset), *fixed, *steps, *flags]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise ValueError(f"{' '.join(flags)} failed: {done.stderr.strip()}")
+            raise ValueError(f"{' '.join([options.preset, *flags])} failed: {done.stderr.strip()}")
         row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
         return row["val_loss"], 1e3 * row["seconds"] / row["step"]
 
@@ -117,12 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--only names {unknown[0]!r}; choose from: {', '.join(INGREDIENTS)}")
     if not options.seeds or options.jobs < 1:
         raise ValueError(f"got {len(options.seeds)} --seeds and --jobs {options.jobs}; at least one of each is needed")
-    found = variants(options)
+    flags = variants(options)
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = list(product(found.values(), options.seeds))
+        runs = list(product(flags.values(), options.seeds))
         results = list(tqdm(pool.map(partial(result_of, options), runs), total=len(runs), unit="run"))
     rows, means, n_seeds = [], {}, len(options.seeds)
-    for i, (start, change) in enumerate(found):
+    for i, (start, change) in enumerate(flags):
         losses, times = zip(*results[i * n_seeds : (i + 1) * n_seeds], strict=True)
         mean, deviation = statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
         means[start, change] = mean

@@ -19,6 +19,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # a script finds its own folder there, not the repository
 from benchmarks.process import in_own_process  # noqa: E402
+from benchmarks.step_speed import spread  # noqa: E402
 from data.tokenizer import n_cores  # noqa: E402
 from model import GPT, ModelConfig  # noqa: E402
 from model.config import SamplingConfig  # noqa: E402
@@ -46,7 +47,7 @@ class Benchmark:
     installed; of_transformers is against its quickest."""
 
     models: tuple[str, ...] = ("baby", "gpt2")
-    """baby: 10.65 M parameters, context 16 to 256. gpt2: GPT-2's 124 M, context 924 to 1,024. tiny: to try it out."""
+    """baby: 10.65 M parameters, context from 16. gpt2: GPT-2's 124 M, context from 924. tiny: to try it out."""
     batches: tuple[int, ...] = (1, 16)
     """Sequences at once."""
     dtypes: tuple[Dtype, ...] = get_args(Dtype)
@@ -155,6 +156,7 @@ def shortfall(name: str, batch: int, dtype: str) -> float:
     float32, in standard deviations of logits."""
     sizes, n_prompt = MODELS[name]
     model = GPT(ModelConfig(**sizes)).eval()
+    spread(model)
     prompt = torch.randint(sizes["vocab_size"], (batch, n_prompt))
     made = torch.stack(list(ours(model, prompt, 12, dtype)), dim=1)  # (B, 12)
     logits = model(torch.cat((prompt, made), dim=1)[:, :-1])[:, n_prompt - 1 :]
@@ -166,8 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(Benchmark, arguments, "sampling.py")
     if unknown := set(options.models) - set(MODELS):
         raise ValueError(f"--models {' '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
-    if min(options.batches, default=0) < 1 or options.max_new_tokens < 4 or options.runs < 1 or not options.dtypes:
-        raise ValueError("--batches and --runs must be at least 1, --max-new-tokens at least 4, and --dtypes not none")
+    if not options.models or not options.dtypes or min(options.batches, default=0) < 1:
+        raise ValueError("--models and --dtypes must name at least one, and --batches be at least 1")
+    if min(options.runs, options.threads) < 1 or options.max_new_tokens < 4:
+        raise ValueError("--runs and --threads must be at least 1, --max-new-tokens at least 4")
+    room = {name: MODELS[name][0]["block_size"] - MODELS[name][1] for name in options.models}
+    if options.max_new_tokens > (most := min(room.values())):
+        raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; the context has room for {most}")
     tools = [tool for tool in ("transformers", "glassgpt") if tool == "glassgpt" or find_spec(tool) is not None]
     rows: list[Sequence[Value]] = []
     limits = {}

@@ -122,9 +122,18 @@ def draw(options: Benchmark) -> tuple[GPT, Tensor, Tensor]:
 
 
 @torch.no_grad()
+def spread(model: nn.Module) -> None:
+    """Weights under which every part of a model shows in its output: fresh ones leave the residual stream as it was."""
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+
+@torch.no_grad()
 def difference(options: Benchmark) -> float:
     """Of the losses of both models with the same weights, in float32."""
     model, x, y = draw(replace(options, batch=2))
+    spread(model)
     return abs((next_token_loss(model(x), y) - next_token_loss(NanoGPT(model)(x), y)).item())
 
 
@@ -196,6 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import tempfile
 
     options = parse(Benchmark, arguments, "step_speed.py")
+    if min(options.batch, options.steps) < 1 or options.micro_batch < 0:
+        raise ValueError("--batch and --steps must be at least 1, --micro-batch 0 (all of a batch) or more")
+    if options.micro_batch and options.batch % options.micro_batch:
+        raise ValueError(f"--micro-batch {options.micro_batch} does not divide --batch {options.batch}")
     if not (error := difference(options)) <= LIMIT:
         print(f"the losses differ by {error:.1e} (at most {LIMIT:g}): nothing is reported", file=sys.stderr)
         return 1

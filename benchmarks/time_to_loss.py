@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
@@ -54,17 +54,24 @@ class Result:
 
 def measure(options: Benchmark, config: str, seed: int, folder: Path) -> Result:
     """One whole process. ValueError with its message when it fails."""
-    run = folder / f"{Path(config).stem}-{seed}"
-    flags = (f"--run.dir={run}", f"--run.seed={seed}", f"--data.source={options.source}", "--log.progress=False")
-    command = [sys.executable, "train.py", config, *flags, *options.flags]
+    run = Path(tempfile.mkdtemp(dir=folder)) / "run"  # never one that an earlier run would be resumed from
+    fixed = (f"--run.dir={run}", f"--run.seed={seed}", f"--data.source={options.source}", "--log.progress=False")
+    command = [sys.executable, str(REPOSITORY / "train.py"), found(config), *options.flags, *fixed]
     start, began = time.perf_counter(), time.time()
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - start
     if done.returncode:
         raise ValueError(f"{config} failed: {done.stderr.strip()}")
+    if not (run / "best.pt").exists():
+        raise ValueError(f"{config} with {' '.join(options.flags)} leaves no checkpoint to score")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     written = (run / "best.pt").stat().st_mtime - began
     return Result(seconds, written, 1e3 * row["seconds"] / row["step"], score(run))
+
+
+def found(config: str) -> str:
+    """A configuration of the caller's, or else one of the repository."""
+    return config if Path(config).exists() else str(REPOSITORY / config)
 
 
 def score(run: Path) -> float:
@@ -92,10 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(Benchmark, arguments, "time_to_loss.py")
     if not options.seeds:
         raise ValueError("--seeds names none")
+    if options.preset == options.baseline:
+        raise ValueError(f"--preset and --baseline are both {options.preset}; two are needed to compare")
     results: dict[str, list[Result]] = {options.preset: [], options.baseline: []}
     with tempfile.TemporaryDirectory() as folder:
-        warm_up = ("--train.max_steps=1", "--train.eval_tokens=64", "--log.sample_tokens=0")
-        measure(Benchmark(source=options.source, flags=warm_up), options.preset, 0, Path(folder))  # data into the cache
+        warm_up = (*options.flags, "--train.max_steps=1", "--train.eval_tokens=64", "--log.sample_tokens=0")
+        measure(replace(options, flags=warm_up), options.preset, 0, Path(folder))  # data into the cache
         for seed in options.seeds:
             for config, some in results.items():
                 some.append(measure(options, config, seed, Path(folder)))

@@ -108,14 +108,15 @@ class TrainConfig:
     checkpoint_interval: int = 100
     """Steps between checkpoints; the last step is always saved."""
     find_lr: int = 0
-    """Instead of training, try so many rising learning rates, draw find_lr.png and suggest one; 0 trains."""
+    """Instead of training, try so many rising learning rates, 5 or more, draw find_lr.png and suggest one; 0 trains."""
 
     def __post_init__(self) -> None:
         _check_range("train", self, {"batch_size": "at least 1 and below 2^31"}, lambda x: 1 <= x < 2**31)
         positive = ("max_steps", "log_interval", "eval_interval", "checkpoint_interval")
         _check_range("train", self, dict.fromkeys(positive, "at least 1"), lambda x: x >= 1)
-        others = ("stop_at", "micro_batch_size", "eval_tokens", "find_lr")
+        others = ("stop_at", "micro_batch_size", "eval_tokens")
         _check_range("train", self, dict.fromkeys(others, "0 or more"), lambda x: x >= 0)
+        _check_range("train", self, {"find_lr": "0 (to train) or at least 5"}, lambda x: x == 0 or x >= 5)
 
     @property
     def last_step(self) -> int:
@@ -242,8 +243,7 @@ def parse_arguments(argv: Sequence[str], prog: str) -> Config:
     ValueError for unknown keys and flags, with the nearest names, and for values out of range. --help shows the files'
     values as defaults and exits.
     """
-    n_files = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
-    config = Config()
+    config, n_files = Config(), next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     for file in argv[:n_files]:
         try:
             config = _parse(_as_flags(Path(file)), config, prog=prog)
@@ -277,7 +277,7 @@ def _as_flags(file: Path) -> list[str]:
         raise ValueError(f"cannot be read ({error.strerror}); configurations here: {known}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no valid TOML: {error}") from error
-    flags: list[str] = []
+    flags = list[str]()
     for section, values in table.items():
         if not isinstance(values, dict):
             raise ValueError(f"{section} = … stands outside a section; sections are [run], [model], …")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,15 @@ LOW, HIGH = 0.01, 30.0  # of the configured rates, all of which rise alike
 _SMOOTHING = 0.8
 
 
+class _EndOfRange(Exception):
+    """The loss has doubled."""
+
+
 def range_test(config: Config, state: TrainState, run_steps: Callable[..., None]) -> None:
     """Runs config.train.find_lr steps, from LOW to HIGH times the configured rates; prints a table and a suggestion and
-    leaves find_lr.png and .json in the run directory, but no checkpoint. Stops when the loss has doubled."""
+    leaves find_lr.png and .json in the run directory, but no checkpoint. Ends early when the loss has doubled; after a
+    signal, which stays in state.stop_signal, nothing is written."""
+    Path(config.run.dir).mkdir(parents=True, exist_ok=True)  # refuses before the steps, not after them
     n_steps, rows = config.train.find_lr, list[tuple[float, float, float]]()
     test = dataclasses.replace(
         config,
@@ -36,15 +43,17 @@ def range_test(config: Config, state: TrainState, run_steps: Callable[..., None]
         loss = row["train_loss"]
         mean = _SMOOTHING * rows[-1][2] + (1 - _SMOOTHING) * loss if rows else loss
         rows.append((row["learning_rate"], loss, mean))
-        scale((HIGH / LOW) ** (1 / max(1, n_steps - 1)))
-        state.stop_signal = int(mean > 2 * min(mean for _, _, mean in rows))
+        scale((HIGH / LOW) ** (1 / (n_steps - 1)))
+        if mean > 2 * min(mean for _, _, mean in rows):
+            raise _EndOfRange
 
     scale(LOW)
     nothing: dict[str, Any] = {"validate": lambda: Evaluation(math.nan, math.nan), "look": lambda: None}
-    with contextlib.suppress(NonFiniteLoss):  # the end of the range
+    with contextlib.suppress(_EndOfRange, NonFiniteLoss):
         run_steps(test, state, **nothing, save=lambda _: None, log=log)
-    state.stop_signal = 0
-    if state.runtime.is_main:
+    if state.runtime.is_main and state.stop_signal:
+        print("train.py: range test interrupted, nothing was written", file=sys.stderr)
+    elif state.runtime.is_main:
         report(config, rows)
 
 
@@ -66,7 +75,7 @@ def report(config: Config, rows: list[tuple[float, float, float]]) -> None:
     also = ""
     if config.optimizer.name == "muon":
         also = f" --optimizer.muon_learning_rate {relative * config.optimizer.muon_learning_rate:.1e}"
-    print(f"suggestion: --optimizer.learning_rate {best:.1e}{also} ({relative:.2f} times the configured)")
+    print(f"suggestion: --optimizer.learning_rate {best:.1e}{also} ({relative:.2g} times the configured)")
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=150)
     axes = figure.subplots()
     rates, losses, means = zip(*rows, strict=True)

@@ -39,6 +39,12 @@ def test_right_tokens_have_the_highest_logits(batch):
     assert shortfall("tiny", batch, "bfloat16") < 0.1
 
 
+@pytest.mark.parametrize("part", ["attend", "think"])
+def test_a_part_left_out_shows(part, monkeypatch):
+    monkeypatch.setattr(f"model.decode._Layer.{part}", lambda *_: None)
+    assert shortfall("tiny", 1, "float32") > 0.1
+
+
 def test_wrong_tokens_are_refused(monkeypatch, capsys):
     right = Matrix.__call__
     monkeypatch.setattr(Matrix, "__call__", lambda self, x: right(self, x).flip(1))
@@ -56,7 +62,14 @@ def test_rates():
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [(["--models", "huge"], "choose from tiny, baby, gpt2"), (["--batches", "0"], "at least 1")],
+    [
+        (["--models", "huge"], "choose from tiny, baby, gpt2"),
+        (["--models"], "must name at least one"),
+        (["--dtypes"], "must name at least one"),
+        (["--batches", "0"], "be at least 1"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--models", "tiny", "baby", "--max-new-tokens", "49"], "is 49; the context has room for 48"),
+    ],
 )
 def test_mistakes_are_one_line(wrong, message, capsys):
     assert main(wrong) == 2

@@ -1,6 +1,7 @@
 """The benchmarks of training speed at tiny sizes: what they report, and what they refuse."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,23 @@ def test_time_to_loss_reports_both_or_refuses(text, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.endswith("not 0.5: nothing is reported\n")
+
+
+def test_nothing_is_resumed_in_time_to_loss(text, tmp_path, monkeypatch, capsys):
+    """Configurations of the caller's folder, of one name; seed 0, which the run that fills the cache has too."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.toml").write_text("[model]\nn_layer = 1\nn_head = 2\nn_embd = 16\n")
+    flags = [f"--flags={flag}" for flag in (*TINY, "--data.tokenizer=char", "--optimizer.warmup_steps=0")]
+    names = ["--source", Path(text).name, "--preset", "a/same.toml"]
+    arguments = [*names, "--seeds", "0", "--loss", "10", "--json", *flags]
+    assert time_to_loss.main([*arguments, "--baseline", "b/same.toml"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["loss"] == rows[1]["loss"]  # the same run from the start
+    assert all(0 < row["checkpoint_seconds"] < row["seconds"] for row in rows)
+    assert time_to_loss.main([*arguments, "--baseline", "a/same.toml"]) == 2
+    assert "two are needed to compare" in capsys.readouterr().err
 
 
 def test_an_ablation_changes_one_thing_at_a_time(text, capsys):
@@ -85,3 +103,25 @@ def test_a_step_that_computes_something_else_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(step_speed.NanoGPT, "forward", lambda self, x: right(self, x) + torch.arange(65) / 100)
     assert step_speed.main([*SMALL]) == 1
     assert capsys.readouterr().err.startswith("the losses differ by")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--batch=0", "must be at least 1"),
+        ("--steps=0", "must be at least 1"),
+        ("--micro_batch=-1", "0 (all of a batch) or more"),
+        ("--micro_batch=3", "--micro-batch 3 does not divide --batch 4"),
+        ("--heads=3", "n_embd"),
+    ],
+)
+def test_mistakes_in_step_speed_are_one_line(wrong, message, capsys):
+    assert step_speed.main([*SMALL, wrong]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_another_attention_is_another_model(capsys):
+    assert step_speed.main([*SMALL, "--attention=linear"]) == 1
+    assert "nothing is reported" in capsys.readouterr().err

@@ -1,7 +1,9 @@
 """The range test: what it suggests, and that it leaves a run as it was."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 from PIL import Image
@@ -45,3 +47,35 @@ def test_an_earlier_run_is_untouched_and_goes_on(tmp_path):
     after = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.stem != "find_lr"}
     assert after == before
     assert train(tiny_config(tmp_path)).step == 20
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_with_nothing_written(number, code, tmp_path, capsys, monkeypatch):
+    """In the second step, which still ends; the rate is asked for each of two groups."""
+    calls = []
+
+    def rate(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return 1e-3
+
+    monkeypatch.setattr("training.optimizer.learning_rate", rate)
+    assert main(tiny_flags(tmp_path, find_lr=1000)) == code
+    assert capsys.readouterr().err == "train.py: range test interrupted, nothing was written\n"
+    assert len(calls) == 2 * 2
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_is_refused_before_the_steps(tmp_path, capsys):
+    (tmp_path / "run").write_text("a file")
+    assert main(tiny_flags(tmp_path, find_lr=10)) == 2
+    out, err = capsys.readouterr()
+    assert "learning rate" not in out
+    assert err.count("\n") == 1
+    assert "run" in err
+
+
+def test_a_range_needs_some_rates(tmp_path, capsys):
+    assert main(tiny_flags(tmp_path, find_lr=4)) == 2
+    assert "find_lr is 4; it must be 0 (to train) or at least 5" in capsys.readouterr().err

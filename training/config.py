@@ -5,7 +5,7 @@ import importlib.util
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -76,15 +76,13 @@ class OptimizerConfig:
     """Largest norm of the whole gradient; 0 is off."""
 
     def __post_init__(self) -> None:
-        rates = ("learning_rate", "muon_learning_rate")
-        _check_range("optimizer", self, dict.fromkeys(rates, "above 0"), lambda x: 0 < x < math.inf)
-        _check_range("optimizer", self, {"muon_iterations": "from 1 to 20"}, lambda x: 1 <= x <= 20)
-        _check_range("optimizer", self, {"decay_fraction": "above 0, at most 1"}, lambda x: 0 < x <= 1)
-        _check_range("optimizer", self, {"final_fraction": "from 0 to 1"}, lambda x: 0 <= x <= 1)
-        means = ("beta1", "beta2", "muon_momentum")
-        _check_range("optimizer", self, dict.fromkeys(means, "0 or more, below 1"), lambda x: 0 <= x < 1)
+        _check("optimizer", self, "above 0", lambda x: 0 < x < math.inf, "learning_rate", "muon_learning_rate")
+        _check("optimizer", self, "from 1 to 20", lambda x: 1 <= x <= 20, "muon_iterations")
+        _check("optimizer", self, "above 0, at most 1", lambda x: 0 < x <= 1, "decay_fraction")
+        _check("optimizer", self, "from 0 to 1", lambda x: 0 <= x <= 1, "final_fraction")
+        _check("optimizer", self, "0 or more, below 1", lambda x: 0 <= x < 1, "beta1", "beta2", "muon_momentum")
         names = ("warmup_steps", "weight_decay", "grad_clip")
-        _check_range("optimizer", self, dict.fromkeys(names, "0 or more"), lambda x: 0 <= x < math.inf)
+        _check("optimizer", self, "0 or more", lambda x: 0 <= x < math.inf, *names)
 
 
 @dataclass(frozen=True)
@@ -111,12 +109,11 @@ class TrainConfig:
     """Instead of training, try so many rising learning rates, 5 or more, draw find_lr.png and suggest one; 0 trains."""
 
     def __post_init__(self) -> None:
-        _check_range("train", self, {"batch_size": "at least 1 and below 2^31"}, lambda x: 1 <= x < 2**31)
+        _check("train", self, "at least 1 and below 2^31", lambda x: 1 <= x < 2**31, "batch_size")
         positive = ("max_steps", "log_interval", "eval_interval", "checkpoint_interval")
-        _check_range("train", self, dict.fromkeys(positive, "at least 1"), lambda x: x >= 1)
-        others = ("stop_at", "micro_batch_size", "eval_tokens")
-        _check_range("train", self, dict.fromkeys(others, "0 or more"), lambda x: x >= 0)
-        _check_range("train", self, {"find_lr": "0 (to train) or at least 5"}, lambda x: x == 0 or x >= 5)
+        _check("train", self, "at least 1", lambda x: x >= 1, *positive)
+        _check("train", self, "0 or more", lambda x: x >= 0, "stop_at", "micro_batch_size", "eval_tokens")
+        _check("train", self, "0 (to train) or at least 5", lambda x: x == 0 or x >= 5, "find_lr")
 
     @property
     def last_step(self) -> int:
@@ -140,7 +137,7 @@ class LogConfig:
     """Project that wandb files the run under."""
 
     def __post_init__(self) -> None:
-        _check_range("log", self, {"sample_tokens": "0 or more"}, lambda x: x >= 0)
+        _check("log", self, "0 or more", lambda x: x >= 0, "sample_tokens")
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ class ProbeConfig:
     """Steps between looks at the heads: scores in probes.jsonl, a record of attention in records/; 0 is never."""
 
     def __post_init__(self) -> None:
-        _check_range("probe", self, dict.fromkeys(("max_tokens", "interval"), "0 or more"), lambda x: x >= 0)
+        _check("probe", self, "0 or more", lambda x: x >= 0, "max_tokens", "interval")
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,8 @@ def parse_arguments(argv: Sequence[str], prog: str) -> Config:
     ValueError for unknown keys and flags, with the nearest names, and for values out of range. --help shows the files'
     values as defaults and exits.
     """
-    config, n_files = Config(), next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    n_files = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    config = Config()
     for file in argv[:n_files]:
         try:
             config = _parse(_as_flags(Path(file)), config, prog=prog)
@@ -277,7 +275,7 @@ def _as_flags(file: Path) -> list[str]:
         raise ValueError(f"cannot be read ({error.strerror}); configurations here: {known}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no valid TOML: {error}") from error
-    flags = list[str]()
+    flags: list[str] = []
     for section, values in table.items():
         if not isinstance(values, dict):
             raise ValueError(f"{section} = … stands outside a section; sections are [run], [model], …")
@@ -293,8 +291,8 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _check_range(section: str, config: Any, needs: dict[str, str], is_valid: Any) -> None:
-    for name, need in needs.items():
-        value = getattr(config, name)
-        if not is_valid(value):
+def _check(section: str, config: Any, need: str, is_valid: Callable[[Any], bool], *names: str) -> None:
+    """ValueError for the first of these settings that is not what is needed."""
+    for name in names:
+        if not is_valid(value := getattr(config, name)):
             raise ValueError(f"{section}.{name} is {value}; it must be {need}")

@@ -53,7 +53,6 @@ def context_start(n_tokens: int, block_size: int) -> int:
     return -(-(n_tokens - block_size) // step) * step
 
 
-@torch.no_grad()
 def generate(
     model: GPT,
     tokens: Tensor,

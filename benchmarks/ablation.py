@@ -4,10 +4,7 @@ The preset without one ingredient at a time, and the plain recipe with one at a 
 model, same steps. Losses do not depend on how busy the machine is; the milliseconds a step are one thread's.
 """
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,12 +17,12 @@ from typing import Literal
 
 from tqdm import tqdm
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY)]  # a script finds its own folder there, not the repository
-from benchmarks.time_to_loss import found  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # a script finds its own folder there, not the repository
+from benchmarks.process import configuration, run_training  # noqa: E402
 from data.tokenizer import n_cores  # noqa: E402
 from probes.table import Table, print_table  # noqa: E402
 from training.cli import exit_on_user_error, parse  # noqa: E402
+from training.config import parse_arguments  # noqa: E402
 
 # ingredient: (flags that put it in, flags that leave it out)
 INGREDIENTS = {
@@ -48,7 +45,6 @@ INGREDIENTS = {
     ),
     "logit softcap 15": ("--model.logit_softcap=15", "--model.logit_softcap=0"),
 }
-NOT_IN_PRESET = {"zero outputs", "RMSNorm", "betas 0.8, 0.95", "logit softcap 15"}
 
 
 @dataclass(frozen=True)
@@ -74,24 +70,13 @@ class Benchmark:
 
 
 def result_of(options: Benchmark, run: tuple[Sequence[str], int]) -> tuple[float, float]:
-    """(flags, seed) -> the final validation loss, and the milliseconds a step. ValueError when the run fails."""
+    """(flags, seed) -> the final validation loss, over the whole split, and the milliseconds a step."""
     flags, seed = run
     with tempfile.TemporaryDirectory() as folder:
         steps = [f"--train.max_steps={options.steps}"] if options.steps else []
-        fixed = [f"--run.dir={folder}/run", f"--run.seed={seed}", f"--data.source={options.source}"]
-        fixed += [
-            "--log.progress=False",
-            "--log.sample_tokens=0",
-            "--probe.max_tokens=0",
-            "--train.eval_interval=100000",
-            "--train.eval_tokens=0",  # the whole split
-        ]
-        command = [sys.executable, str(REPOSITORY / "train.py"), found(options.preset), *fixed, *steps, *flags]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(f"{' '.join([options.preset, *flags])} failed: {done.stderr.strip()}")
-        row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
+        fixed = [f"--run.seed={seed}", f"--data.source={options.source}", "--train.eval_tokens=0"]
+        fixed += ["--log.sample_tokens=0", "--probe.max_tokens=0", "--train.eval_interval=100000"]
+        row = run_training(options.preset, Path(folder, "run"), *fixed, *steps, *flags, OMP_NUM_THREADS="1")
         return row["val_loss"], 1e3 * row["seconds"] / row["step"]
 
 
@@ -102,8 +87,10 @@ def variants(options: Benchmark) -> dict[tuple[str, str], list[str]]:
     found: dict[tuple[str, str], list[str]] = {}
     if options.start != "plain":
         found["preset", ""] = []
+        preset = configuration(options.preset)
         for name in names:
-            is_in = name not in NOT_IN_PRESET
+            without = [preset, *INGREDIENTS[name][1].split()]
+            is_in = parse_arguments(without, "train.py") != parse_arguments([preset], "train.py")
             found["preset", f"{'without' if is_in else 'with'} {name}"] = INGREDIENTS[name][is_in].split()
     if options.start != "preset":
         found["plain", ""] = plain

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY)]  # a script finds its own folder there, not the repository
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # a script finds its own folder there, not the repository
+from benchmarks.process import REPOSITORY, configuration  # noqa: E402
 from probes.table import Table, Value, print_table  # noqa: E402
 from training.cli import exit_on_user_error, parse  # noqa: E402
 
@@ -85,9 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--runs is {options.runs}; it must be at least 1")
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
-        train = ("train.py", options.config, f"--run.dir={run}", "--run.resume=never", *SHORT)
+        config = str(Path(configuration(options.config)).resolve())
+        train = ("train.py", config, f"--run.dir={run}", "--run.resume=never", *SHORT)
         until_end(0, "files:", *train)  # prepares the data, and leaves a run to sample from
-        mistake = ("train.py", options.config, "--model.n_head=3", "--model.n_embd=128")
+        mistake = ("train.py", config, "--model.n_head=3", "--model.n_embd=128")
         cases: list[tuple[str, str, float, Callable[[], float]]] = [
             *((f"{s}.py --help", "end", 0.3, _help(f"{s}.py")) for s in ("train", "sample", "probe")),
             ("train.py with a wrong flag", "end", 0.3, lambda: until_end(2, "--modle", "train.py", "--modle.n_head=3")),

@@ -4,9 +4,7 @@ Our preset against nanoGPT's CPU recipe, whole processes in turn. Every checkpoi
 when one of the preset's misses the loss, nothing is reported.
 """
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,8 +14,8 @@ from pathlib import Path
 
 import tyro
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY)]  # a script finds its own folder there, not the repository
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # a script finds its own folder there, not the repository
+from benchmarks.process import run_training  # noqa: E402
 from probes.table import Table, print_table  # noqa: E402
 from training.cli import exit_on_user_error, parse  # noqa: E402
 
@@ -53,25 +51,13 @@ class Result:
 
 
 def measure(options: Benchmark, config: str, seed: int, folder: Path) -> Result:
-    """One whole process. ValueError with its message when it fails."""
-    run = Path(tempfile.mkdtemp(dir=folder)) / "run"  # never one that an earlier run would be resumed from
-    fixed = (f"--run.dir={run}", f"--run.seed={seed}", f"--data.source={options.source}", "--log.progress=False")
-    command = [sys.executable, str(REPOSITORY / "train.py"), found(config), *options.flags, *fixed]
+    """One whole process."""
+    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     start, began = time.perf_counter(), time.time()
-    done = subprocess.run(command, capture_output=True, text=True)
+    row = run_training(config, run, *options.flags, f"--run.seed={seed}", f"--data.source={options.source}")
     seconds = time.perf_counter() - start
-    if done.returncode:
-        raise ValueError(f"{config} failed: {done.stderr.strip()}")
-    if not (run / "best.pt").exists():
-        raise ValueError(f"{config} with {' '.join(options.flags)} leaves no checkpoint to score")
-    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     written = (run / "best.pt").stat().st_mtime - began
     return Result(seconds, written, 1e3 * row["seconds"] / row["step"], score(run))
-
-
-def found(config: str) -> str:
-    """A configuration of the caller's, or else one of the repository."""
-    return config if Path(config).exists() else str(REPOSITORY / config)
 
 
 def score(run: Path) -> float:

@@ -65,6 +65,9 @@ def test_an_ablation_changes_one_thing_at_a_time(text, capsys):
     flags = ablation.variants(options)
     assert flags["preset", "without RoPE"] == ["--model.position=learned"]
     assert flags["preset", "with logit softcap 15"] == ["--model.logit_softcap=15"]
+    of_char = ablation.variants(ablation.Benchmark(preset="configs/shakespeare_char.toml"))
+    assert of_char["preset", "without zero outputs"] == ["--model.zero_outputs=False"]
+    assert flags["preset", "with zero outputs"] == ["--model.zero_outputs=True"]
     plain = flags["plain", ""]
     assert {flag.partition("=")[0] for flag in flags["plain", "with RoPE"][len(plain) :]} == {"--model.position"}
     assert ablation.main(["--source", text, "--steps=2", "--seeds", "1", "2", "--only", "RoPE", "--json"]) == 0
